@@ -1,0 +1,19 @@
+"""The map: one line a room.
+
+seams.py              the pin, every name of mlx_lm that is touched, and how names are replaced
+request_bodies.py     a request's body, read or refused
+structured_output.py  response_format and its kin → a llguidance grammar, compiled and cached
+json_schemas.py       what of a JSON schema a grammar can hold to
+reply_format.py       how a model writes a reply: thinking markers, end tokens, the text of a token
+watcher.py            the logits processor: phases, grammar, stop strings; takes tokens back
+token_masks.py        masks over the vocabulary, on any device
+padded_rows.py        ids beyond the vocabulary are never sampled
+stop_strings.py       stop strings, matched on text
+reply_events.py       generated tokens → one stream of events
+chat_wire.py          the events as chat completions and completions write them
+keepalive.py          comment lines while nothing comes
+model_names.py        one process serves one model
+demo_model.py         a real small model without a hub
+
+To add one: docs/adding_a_patch.md.
+"""

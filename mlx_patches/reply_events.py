@@ -1,0 +1,263 @@
+"""Generated tokens → one stream of events, whatever protocol writes them.
+
+Replaces   the token loop of APIHandler.handle_completion
+Why        mlx_lm 0.32.2 drops text it held back when a reply stops, cannot tell which tokens are content, and mixes
+           reading a reply with writing it
+Upstream   server.py APIHandler.handle_completion
+Delete when mlx_lm's server separates its reply from its encoding
+Test       tests/test_reply_events.py
+
+All that is true of a reply is decided here: what is reasoning, content or a call, where a stop string cuts it, which
+log-probabilities belong to it, why it ended. An encoder only spells the events. A token's log-probability goes with
+the content it made; while the newest tokens may yet be a marker they wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import Empty, Queue
+from typing import Any, NamedTuple
+
+from localServerCommon import Refused, finite
+from mlx_patches.reply_format import ANSWER, REASONING
+from mlx_patches.stop_strings import StopStrings
+
+
+class TokenLogprob(NamedTuple):
+    """One token as `logprobs` lists it: its id, its bytes, its natural log-probability (never below -9999)."""
+
+    id: int
+    data: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+NO_ENTRY = TokenLogprob(-1, b"", 0.0)
+"""Stands for a token where no log-probabilities are asked for."""
+
+
+class Started(NamedTuple):
+    """The prompt is read as tokens; errors from here on are the reply's."""
+
+    prompt_tokens: int
+
+
+class Reasoning(NamedTuple):
+    text: str
+
+
+class Content(NamedTuple):
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class CallOpened(NamedTuple):
+    number: int
+    id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """A piece of the JSON text of call `number`'s arguments."""
+
+    number: int
+    text: str
+
+
+class Finished(NamedTuple):
+    """`reason`: "stop", "length" or "tool_calls". Counts are tokens; `cached_tokens` of the prompt's were reused."""
+
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+
+
+class ReplyReader:
+    """Reads one reply's `mlx_lm.server.Response`s, one `read` each, until `finish_reason` is set."""
+
+    def __init__(
+        self,
+        splitter: Any,
+        stops: StopStrings | None,
+        token_bytes: Callable[[int], bytes],
+        format_calls: Callable[[list[str]], list[dict]],
+        *,
+        logprobs: bool = False,
+    ):
+        """`format_calls` turns the texts between call markers into OpenAI's call objects (mlx_lm's formatter)."""
+        self._splitter, self._stops = splitter, stops
+        self._token_bytes, self._format_calls = token_bytes, format_calls
+        self._logprobs = logprobs
+        self._state = splitter.first
+        self._kind = splitter.kind(self._state)
+        self._waiting: list[TokenLogprob] = []
+        self._entries: list[TokenLogprob] = []
+        self._held = ""
+        self._call_text = ""
+        self._calls = 0
+        self._stopped = False
+        self.tokens = 0
+        self.reasoning_tokens = 0
+        self.finish_reason: str | None = None
+
+    def read(self, response: Any) -> Iterator[Any]:
+        """The events of one more token. A stop string ends the reply before mlx_lm does."""
+        self.tokens += 1
+        yield from self._read(response)
+        if response.finish_reason is not None and not self._stopped:
+            yield from self._finish()
+        if self._stopped:
+            self.finish_reason = "stop"
+        elif response.finish_reason == "stop" and self._calls:
+            self.finish_reason = "tool_calls"
+        else:
+            self.finish_reason = response.finish_reason
+
+    def _read(self, response: Any) -> Iterator[Any]:
+        if response.finish_reason == "stop":
+            # The end token is no text, but its response carries what mlx_lm's detokenizer still held.
+            self._state, pieces = self._splitter.last(self._state, response.text)
+            yield from self._emit(pieces)
+            return
+        self._state, pieces, marker = self._splitter.split(self._state, response.token, response.text)
+        self._count(response, marker, pieces)
+        yield from self._emit(pieces)
+
+    def _count(self, response: Any, marker: bool, pieces: list) -> None:
+        """Decide what the newest tokens were: part of a marker, or of the text around it."""
+        self._waiting.append(self._entry(response) if self._logprobs else NO_ENTRY)
+        if marker:
+            # Text after the marker in the same token makes that token count as what follows.
+            self._waiting = self._waiting[-1:] if pieces and pieces[-1][1] else []
+        if self._splitter.undecided(self._state):
+            return
+        kind = self._splitter.kind(self._state)
+        if kind == REASONING:
+            self.reasoning_tokens += len(self._waiting)
+        elif kind == ANSWER and self._logprobs:
+            self._entries += self._waiting
+        self._waiting = []
+
+    def _entry(self, response: Any) -> TokenLogprob:
+        top = sorted(response.top_tokens, key=lambda entry: -entry["logprob"])
+        return TokenLogprob(
+            response.token,
+            self._token_bytes(response.token),
+            finite(response.logprob),
+            tuple(TokenLogprob(e["id"], self._token_bytes(e["id"]), finite(e["logprob"])) for e in top),
+        )
+
+    def _emit(self, pieces: list) -> Iterator[Any]:
+        for kind, text in pieces:
+            if self._kind == "tool" and kind != "tool":
+                yield from self._call()
+            self._kind = kind
+            if kind == REASONING and text:
+                yield Reasoning(text)
+            elif kind == "tool":
+                self._call_text += text
+            elif kind == ANSWER:
+                yield from self._content(text)
+                if self._stopped:
+                    return
+
+    def _content(self, text: str) -> Iterator[Content]:
+        if self._stops is not None:
+            text, self._held, self._stopped = self._stops.cut(self._held, text)
+        if self._held or self._stopped:
+            # Log-probabilities of text held back wait with it; those of a stop string are never sent.
+            if text:
+                yield Content(text)
+            return
+        if text or self._entries:
+            yield Content(text, tuple(self._entries))
+            self._entries = []
+
+    def _finish(self) -> Iterator[Any]:
+        yield from self._emit(self._splitter.flush(self._state))
+        if self._stopped:
+            return
+        if self._splitter.kind(self._state) == ANSWER and self._logprobs:
+            self._entries += self._waiting
+        if self._held or self._entries:
+            yield Content(self._held, tuple(self._entries))
+        if self._kind == "tool" and self._call_text:
+            yield from self._call()
+
+    def _call(self) -> Iterator[Any]:
+        text, self._call_text = self._call_text, ""
+        for call in self._format_calls([text]):
+            function = call["function"]
+            yield CallOpened(self._calls, call["id"], function.get("name", ""))
+            yield CallArguments(self._calls, function["arguments"])
+            self._calls += 1
+
+
+class StreamsReplies:
+    """Mixin for ResponseGenerator: `events`, one reply as the stream above."""
+
+    TICK = 0.25  # seconds between two looks at the clock while nothing comes
+
+    def events(self, request: Any, args: Any) -> Iterator[Any]:
+        """Started, what ReplyReader gives, Finished; None for each TICK without news, also while the model loads.
+
+        Raises Refused, or what the generation thread raised for this request. Closing the iterator ends the reply.
+        """
+        context = None
+        try:
+            for item in self._items(request, args):
+                if item is None or isinstance(item, tuple):
+                    yield None
+                elif context is None:
+                    context = item
+                    reader = self._reader(request, args, context)
+                    yield Started(len(context.prompt))
+                else:
+                    yield from reader.read(item)
+                    if args.watcher is not None and args.watcher.fault is not None:
+                        raise Refused("the reply had to be stopped: an internal error", status=500)
+                    if reader.finish_reason is not None:
+                        counts = reader.tokens, context.prompt_cache_count, reader.reasoning_tokens
+                        yield Finished(reader.finish_reason, len(context.prompt), *counts)
+                        return
+            raise Refused("the reply ended early", status=500)
+        finally:
+            if context is not None:
+                context.stop()
+
+    def _items(self, request: Any, args: Any) -> Iterator[Any]:
+        """What mlx_lm's loop puts on the request's queue, and None for each TICK without it."""
+        while not self.model_provider.settled.wait(self.TICK):
+            yield None
+        if args.ask.grammar is not None and self.model_provider.model is not None:
+            # Compiled here, off the generation thread; its own look-up finds it in the cache.
+            self.model_provider.grammars.matcher(args.ask.grammar)
+        queue: Queue = Queue()
+        if not self.generation_available():
+            raise Refused("the model cannot reply", status=503, code="unavailable")
+        self.requests.put((queue, request, args))
+        while True:
+            try:
+                item = queue.get(timeout=self.TICK)
+            except Empty:
+                if not self.generation_available():
+                    raise Refused("the generation thread died", status=500) from None
+                item = ()
+            if item is None:
+                return
+            if isinstance(item, Exception):
+                raise item
+            yield item or None
+
+    def _reader(self, request: Any, args: Any, context: Any) -> ReplyReader:
+        from mlx_lm.server import ToolCallFormatter
+
+        return ReplyReader(
+            args.splitter,
+            StopStrings(args.ask.stops) if args.ask.stops else None,
+            self.model_provider.reply_format.token_bytes,
+            ToolCallFormatter(context.tool_parser, request.tools),
+            logprobs=args.logprobs,
+        )

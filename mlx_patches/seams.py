@@ -1,0 +1,131 @@
+"""The pin: the one mlx-lm this layer is written against, every name of it that is touched, and how names are replaced.
+
+A seam is a name in mlx_lm that we derive from, swap, or stand in for. Each has a fingerprint: a hash of its signature
+and one of its source, taken from the pinned version. `check()` compares them before anything loads, so a changed
+mlx_lm ends the process with one sentence instead of a reply that is subtly wrong. `python -m mlx_patches.seams` prints
+the table with the fingerprints of what is installed; docs/upgrading_mlx_lm.md says when to copy them here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+PIN = "0.32.2"
+
+
+class Seam(NamedTuple):
+    """`name` is below `mlx_lm`; `how` is derived, swapped, rewritten, called or read; `print` its fingerprint."""
+
+    name: str
+    how: str
+    room: str
+    print: str
+
+
+SEAMS = (
+    Seam("server.main", "called", "mlx_patched_server", "2e38e77b:747b1f39"),
+    Seam("server.run", "rewritten", "mlx_patched_server", "afccbd0d:8f50bb2c"),
+    Seam("server._run_http_server", "rewritten", "mlx_patched_server", "cdaf3246:a95fdf1d"),
+    Seam("server.ModelProvider.__init__", "derived", "model_names", "c4122d53:ce004e49"),
+    Seam("server.ModelProvider.load_default", "derived", "model_names", "f4ca892d:b7746bd4"),
+    Seam("server.ModelProvider.load", "read", "model_names", "193754ea:815a086c"),
+    Seam("server.ModelProvider._load", "derived", "reply_format", "193754ea:24ae8377"),
+    Seam("server.ModelProvider.reset", "derived", "reply_format", "c3b6ad8b:bad91742"),
+    Seam("server.ResponseGenerator.__init__", "derived", "reply_events", "068a9042:bc2b6580"),
+    Seam("server.ResponseGenerator._run_generate", "read", "reply_events", "f4ca892d:b75d390f"),
+    Seam("server.ResponseGenerator._generate", "read", "watcher", "f4ca892d:3a425935"),
+    Seam("server.ResponseGenerator._serve_single", "read", "watcher", "834ca774:90f0dd09"),
+    Seam("server.ResponseGenerator._tokenize", "derived", "watcher", "8ce3c5ea:85879c0b"),
+    Seam("server.ResponseGenerator._make_state_machine", "called", "watcher", "af400f18:659a2f7b"),
+    Seam("server.ResponseGenerator._await_response", "rewritten", "reply_events", "920585cc:1c7d2351"),
+    Seam("server.ResponseGenerator.generate", "rewritten", "reply_events", "3bff28ac:b16df1fd"),
+    Seam("server.ResponseGenerator.generation_available", "called", "reply_events", "f4ca892d:953a613d"),
+    Seam("server._make_logits_processors", "swapped", "watcher", "d97ace99:174c15ca"),
+    Seam("server._make_sampler", "swapped", "padded_rows", "5a32fdeb:ca4092d8"),
+    Seam("server._format_top_logprobs", "swapped", "padded_rows", "ba7a00bd:a0da6777"),
+    Seam("server.ToolCallFormatter.__call__", "called", "reply_events", "f4677cbf:17100a6a"),
+    Seam("server._inline_image_urls", "called", "request_bodies", "ba04dfd6:3148c6dc"),
+    Seam("server.GenerationArguments", "derived", "request_bodies", "61a0ef9c:29cd69dc"),
+    Seam("server.APIHandler.__init__", "derived", "mlx_patched_server", "d376eb76:e9d59ffe"),
+    Seam("server.APIHandler.do_POST", "rewritten", "request_bodies", "f4ca892d:8bd4d305"),
+    Seam("server.APIHandler.do_GET", "rewritten", "mlx_patched_server", "f4ca892d:6112bfed"),
+    Seam("server.APIHandler.validate_model_parameters", "rewritten", "request_bodies", "c3b6ad8b:34cd1bb4"),
+    Seam("server.APIHandler.handle_completion", "rewritten", "reply_events", "6d1b70ff:90c9f5f6"),
+    Seam("server.APIHandler.generate_response", "rewritten", "chat_wire", "41519b5d:81c7a883"),
+    Seam("server.APIHandler.completion_usage_response", "rewritten", "chat_wire", "2348c6d8:177eb813"),
+    Seam("server.APIHandler.handle_models_request", "rewritten", "model_names", "f4ca892d:03dd87cb"),
+    Seam("server.APIHandler._set_cors_headers", "called", "mlx_patched_server", "f4ca892d:316ac465"),
+    Seam("generate.GenerationBatch._step", "swapped", "watcher", "951e60fd:d7513c50"),
+    Seam("generate.speculative_generate_step", "read", "watcher", "6904ae16:84bed200"),
+    Seam("generate.generate_step", "read", "watcher", "66dc6e21:f5dd8df9"),
+    Seam("generate.make_stop_sequences", "read", "stop_strings", "581fe2ab:c3896165"),
+    Seam("generate.TextStateMachine.split", "called", "reply_format", "4901ed81:36cd9901"),
+    Seam("tokenizer_utils._byte_decoder", "called", "reply_format", "2e38e77b:6817232c"),
+    Seam("tokenizer_utils._infer_thinking", "read", "reply_format", "b6e894e8:b8139091"),
+)
+
+
+def find(name: str) -> tuple[Any, str, Any]:
+    """(owner, attribute, value) of a name below mlx_lm, such as "server.APIHandler.do_POST". Raises AttributeError."""
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        try:
+            owner = importlib.import_module(".".join(["mlx_lm", *parts[:split]]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[split:-1]:
+            owner = getattr(owner, part)
+        return owner, parts[-1], getattr(owner, parts[-1])
+    raise AttributeError(name)
+
+
+def fingerprint(value: Any) -> str:
+    """Eight hexadecimal digits for the signature and eight for the source."""
+    if isinstance(value, property):
+        value = value.fget
+    parts = str(inspect.signature(value)), inspect.getsource(value)
+    return ":".join(hashlib.sha256(part.encode()).hexdigest()[:8] for part in parts)
+
+
+def check() -> str | None:
+    """One sentence on what is not as it was when this version was written, or None."""
+    try:
+        found = importlib.metadata.version("mlx-lm")
+    except importlib.metadata.PackageNotFoundError:
+        return f"mlx-lm is not installed; this server needs mlx-lm {PIN}: pip install mlx-lm=={PIN}"
+    if found != PIN:
+        return f"mlx-lm {found} is installed, and this server is written for {PIN}: pip install mlx-lm=={PIN}"
+    for seam in SEAMS:
+        try:
+            now = fingerprint(find(seam.name)[2])
+        except AttributeError:
+            return f"mlx_lm.{seam.name} is missing from the installed mlx-lm {PIN}; reinstall mlx-lm=={PIN}"
+        if now != seam.print:
+            part = "signature" if now[:8] != seam.print[:8] else "source"
+            return f"the {part} of mlx_lm.{seam.name} is not that of mlx-lm {PIN}; reinstall mlx-lm=={PIN}"
+    return None
+
+
+def replace(name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(what stood there)` in the place of `name`."""
+    owner, attribute, upstream = find(name)
+    setattr(owner, attribute, make(upstream))
+
+
+def table() -> str:
+    """The seams as a Markdown table, which docs/seams.md holds."""
+    rows = [f"| `mlx_lm.{seam.name}` | {seam.how} | `{seam.room}` | `{seam.print}` |" for seam in SEAMS]
+    return "\n".join(["| name | how | room | fingerprint |", "| --- | --- | --- | --- |", *rows])
+
+
+if __name__ == "__main__":
+    now = [seam._replace(print=fingerprint(find(seam.name)[2])) for seam in SEAMS]
+    print(
+        table() if sys.argv[1:] == ["table"] else "\n".join(f"    Seam{tuple(seam)},".replace("'", '"') for seam in now)
+    )

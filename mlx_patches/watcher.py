@@ -1,0 +1,284 @@
+"""The watcher: one logits processor a request, which decides at each step what the reply may say next.
+
+Replaces   server._make_logits_processors (adds the watcher at the end), generate.GenerationBatch._step (notes the
+           step's tokens), ResponseGenerator._tokenize (hangs the splitter and the watcher on the request)
+Why        mlx_lm 0.32.2 has no structured output, and its processors cannot learn the newest token without waiting
+           for the forward pass that was just launched
+Upstream   server.py _make_logits_processors, generate.py GenerationBatch._step
+Delete when mlx_lm constrains replies itself
+Test       tests/test_watcher.py, tests/test_structured_output.py
+
+It follows the reply token by token in immutable states, one kept for each token, so that a draft model's rejected
+guesses are taken back by going back to an earlier one. What always holds: the matcher has consumed exactly the tokens
+that the newest state says are the grammar's; an end token is never fed to it; nothing raises out of a call: a fault is
+noted, only end tokens are allowed from there on, and the handler tells that client.
+
+The history that a call is handed starts, on its first call, with the prompt or its uncached end: that length is the
+baseline. Later calls show one token more, or with a draft model fewer or other ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_patches.reply_format import ANSWER, REASONING, START, ReplyFormat, TextSplitter, TokenSplitter, decode
+from mlx_patches.stop_strings import StopStrings
+from mlx_patches.token_masks import TokenMask, keep, row_of
+
+
+class Mark(NamedTuple):
+    """What is known after a token.
+
+    `reading`: the splitter's state. `begin`, `fed`: index of the grammar's first token, and how many of them it has.
+    `tail`, `stopped`: the end of the answer's text, and whether a stop string is complete. `pending`: bytes of a
+    character that is not. `blind`: the scores that choose the next token had none that the grammar allows.
+    """
+
+    reading: tuple
+    begin: int = 0
+    fed: int = 0
+    tail: str = ""
+    stopped: bool = False
+    pending: bytes = b""
+    ended: bool = False
+    blind: bool = False
+
+
+class StepTokens:
+    """The tokens that enter one step of a batch, read once for all rows.
+
+    They were launched a step ago, so reading them waits for that step only; the forward pass that was just built must
+    be launched first, or the device would idle while masks are made.
+    """
+
+    def __init__(self, tokens: mx.array):
+        self._tokens = tokens
+        self._read: list[int] | None = None
+
+    def read(self, logits: mx.array) -> list[int]:
+        if self._read is None:
+            mx.async_eval(logits)
+            self._read = self._tokens.tolist()
+        return self._read
+
+
+class Watcher:
+    """A logits processor: `(tokens of shape (n,), logits of shape (1, width)) -> logits`. It never raises."""
+
+    def __init__(
+        self,
+        form: ReplyFormat,
+        splitter,
+        *,
+        matcher=None,
+        stops: StopStrings | None = None,
+        guesses: int = 0,
+    ):
+        """`matcher`: a fresh LLMatcher for the answer, or None. `guesses`: how far a draft model may run ahead."""
+        self.fault: Exception | None = None
+        self._form, self._splitter, self._stops = form, splitter, stops
+        self._matcher = matcher
+        self._pristine = matcher.deep_copy() if matcher is not None else None
+        self._mask = TokenMask(form.width) if matcher is not None else None
+        self._fed: list[int] = []
+        self._taken: list[int] = []
+        self._marks = [Mark(splitter.first)]
+        self._reach = guesses + 2 if guesses else 1
+        self._baseline: int | None = None
+        self._step: StepTokens | None = None
+        self._at = 0
+
+    def enter(self, step: StepTokens, row: int) -> None:
+        """The next call is for `row` of a batch whose tokens `step` reads."""
+        self._step, self._at = step, row
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        try:
+            if self.fault is None:
+                self._follow(tokens, logits)
+                return self._allow(logits)
+        except Exception as fault:
+            logging.exception("The watcher of a reply failed; the reply ends here")
+            self.fault = fault
+        finally:
+            self._step = None
+        return self._only_end(logits)
+
+    def _follow(self, tokens: mx.array, logits: mx.array) -> None:
+        """Take the history's newest tokens, after taking back what is no longer in it."""
+        if self._baseline is None:
+            self._baseline = tokens.shape[0]
+        length = tokens.shape[0] - self._baseline
+        if length == 0:
+            self._go_back(0)
+            return
+        if self._step is not None:
+            newest = [self._step.read(logits)[self._at]]
+        else:
+            newest = tokens[-min(length, self._reach) :]
+            mx.async_eval(newest)
+            mx.async_eval(logits)
+            newest = newest.tolist()
+        first = length - len(newest)
+        if first > len(self._taken):
+            raise RuntimeError(f"the history jumped from {len(self._taken)} to {length} tokens")
+        same = 0
+        while same < len(newest) and self._taken[first + same : first + same + 1] == [newest[same]]:
+            same += 1
+        self._go_back(first + same)
+        for token in newest[same:]:
+            self._take(token)
+
+    def _go_back(self, length: int) -> None:
+        if length < len(self._taken):
+            del self._taken[length:], self._marks[length + 1 :]
+            self._feed_up_to(self._marks[-1])
+
+    def _take(self, token: int) -> None:
+        mark = self._marks[-1]
+        self._taken.append(token)
+        self._marks.append(mark if mark.ended or mark.blind else self._judge(mark, token))
+
+    def _judge(self, mark: Mark, token: int) -> Mark:
+        if token in self._form.end_tokens:
+            return mark._replace(ended=True)
+        if self._matcher is None:
+            return self._scan(mark, token)
+        before = mark.reading.phase
+        mark = self._scan(mark, token)
+        phase = mark.reading.phase
+        if phase == ANSWER and before in (ANSWER, START):
+            self._feed(token)
+            return mark._replace(fed=len(self._fed))
+        if phase == START and len(self._fed) == len(self._taken) - 1 and self._matcher.validate_tokens([token]):
+            # The marker's first tokens may also be an answer's; once they are not, only the marker can go on.
+            self._feed(token)
+            return mark._replace(fed=len(self._fed))
+        if phase != before:
+            # A marker is complete: what it made the grammar take is taken back, and an answer begins after it.
+            mark = mark._replace(begin=len(self._taken), fed=0)
+            self._feed_up_to(mark)
+        return mark
+
+    def _scan(self, mark: Mark, token: int) -> Mark:
+        text, pending = "", b""
+        if not isinstance(self._splitter, TokenSplitter):
+            text, pending = decode(mark.pending + self._form.token_bytes(token))
+        reading, pieces, _ = self._splitter.split(mark.reading, token, text)
+        tail, stopped = mark.tail, mark.stopped
+        if self._stops is not None:
+            for kind, piece in pieces:
+                if kind == ANSWER and not stopped:
+                    tail, stopped = self._stops.scan(tail, piece)
+        return mark._replace(reading=reading, tail=tail, pending=pending, stopped=stopped)
+
+    def _feed(self, token: int) -> None:
+        if not self._matcher.consume_token(token):
+            reason = self._matcher.get_error() or "it had ended"
+            raise RuntimeError(f"the grammar refused token {token}, which its own mask had allowed: {reason}")
+        self._fed.append(token)
+
+    def _feed_up_to(self, mark: Mark) -> None:
+        """Bring the matcher to the state it had at `mark`."""
+        if self._matcher is None:
+            return
+        wanted = self._taken[mark.begin : mark.begin + mark.fed]
+        same = next(
+            (i for i, (a, b) in enumerate(zip(wanted, self._fed, strict=False)) if a != b),
+            min(len(wanted), len(self._fed)),
+        )
+        if same < len(self._fed) and not self._matcher.rollback(len(self._fed) - same):
+            self._matcher = self._pristine.deep_copy()
+            same = 0
+        self._fed = self._fed[:same]
+        for token in wanted[same:]:
+            self._feed(token)
+
+    def _allow(self, logits: mx.array) -> mx.array:
+        mark = self._marks[-1]
+        if mark.stopped:
+            return self._only_end(logits)
+        if self._matcher is None or mark.ended:
+            return logits
+        width = logits.shape[-1]
+        phase = mark.reading.phase
+        if phase == REASONING:
+            return keep(self._form.thinking_row(width), logits)
+        marker = self._splitter.opening[mark.reading.matched] if phase == START else None
+        if phase == START and len(self._fed) < len(self._taken):
+            return keep(row_of([marker], width), logits)
+        self._mask.fill(self._matcher)
+        if self._matcher.is_error():
+            raise RuntimeError(f"the grammar failed: {self._matcher.get_error()}")
+        if phase == START:
+            self._mask.add(marker)
+        if width < self._form.width:
+            # A draft model's row may be too narrow for all that is allowed: its guess is then one to be rejected.
+            blind = not self._mask.reaches(width)
+            self._marks[-1] = mark._replace(blind=blind)
+            if blind:
+                return logits
+        elif mark.blind:
+            self._marks[-1] = mark._replace(blind=False)
+        return keep(self._mask.row(width), logits)
+
+    def _only_end(self, logits: mx.array) -> mx.array:
+        if not self._form.end_tokens:
+            return logits  # the handler ends the reply instead
+        return keep(self._form.end_row(logits.shape[-1]), logits)
+
+
+class WatchesReplies:
+    """Mixin for ResponseGenerator: gives each request its splitter, and a watcher where there is something to watch."""
+
+    def _tokenize(self, tokenizer, request, args):
+        found = super()._tokenize(tokenizer, request, args)
+        prompt, _, _, initial_state, _ = found
+        ask, provider = args.ask, self.model_provider
+        form = provider.reply_format
+        # With no guesses at all, mlx_lm's speculative loop hands processors a history that never grows.
+        args.num_draft_tokens = max(1, args.num_draft_tokens)
+        matcher = None
+        if ask.grammar is not None:
+            matcher = provider.grammars.matcher(ask.grammar)
+            kwargs = {**provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
+            thinking = request.request_type == "chat" and kwargs.get("enable_thinking") is not False
+            args.splitter = form.splitter_under_grammar(prompt, initial_state, thinking)
+        else:
+            _, machine = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
+            args.splitter = TextSplitter(machine, initial_state)
+        stops = StopStrings(ask.stops) if ask.stops else None
+        if matcher is not None or stops is not None:
+            guesses = args.num_draft_tokens if provider.draft_model is not None else 0
+            args.watcher = Watcher(form, args.splitter, matcher=matcher, stops=stops, guesses=guesses)
+        return found
+
+
+def add_watcher(upstream):
+    """The request's watcher comes last, so that no penalty or bias undoes it."""
+
+    def make_logits_processors(args):
+        processors = upstream(args)
+        return processors if args.watcher is None else [*processors, args.watcher]
+
+    return make_logits_processors
+
+
+def note_step_tokens(upstream):
+    """Tell each watcher of a batch its row, before the step that asks it."""
+
+    def step(batch):
+        tokens = None
+        for row, processors in enumerate(batch.logits_processors or ()):
+            if processors and isinstance(processors[-1], Watcher):
+                if tokens is None:
+                    # After rows came or went this is a new operation: launch it ahead of the forward pass.
+                    mx.async_eval(batch._next_tokens)
+                    tokens = StepTokens(batch._next_tokens)
+                processors[-1].enter(tokens, row)
+        return upstream(batch)
+
+    return step
