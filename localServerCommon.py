@@ -70,16 +70,18 @@ class JsonHandler:
     """
 
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # of a line that is no request: HTTP/0.9 would get no status and no headers
     disable_nagle_algorithm = True
     status = 0
     chunked = False
 
     def parse_request(self) -> bool:
+        self.exchange_id = uuid.uuid4().hex
         parsed = super().parse_request()
         if parsed:
             own = self.headers.get("x-request-id", "")
-            plain = own.isascii() and own.isprintable() and 0 < len(own) <= 200
-            self.exchange_id = own if plain else uuid.uuid4().hex
+            if own.isascii() and own.isprintable() and 0 < len(own) <= 200:
+                self.exchange_id = own
             self.status = 0
         return parsed
 
@@ -105,11 +107,14 @@ class JsonHandler:
         self.status = status
         self.send_response(status)
         self.send_header("Content-Type", content_type)
-        self.send_header("x-request-id", getattr(self, "exchange_id", ""))
+        self.send_header("x-request-id", getattr(self, "exchange_id", None) or uuid.uuid4().hex)
         for name, value in headers.items():
             self.send_header(name, value)
         self._set_cors_headers()
         self.end_headers()
+
+    def do_OPTIONS(self) -> None:
+        self.send_head(204, "application/json", {})
 
     def send_json(self, status: int, value, headers: dict[str, str] | None = None) -> None:
         data = strict_json(value).encode()

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 import uuid
+from urllib.parse import unquote
 
 from mlx_lm import server
 from mlx_patches.structured_output import CompilesGrammars, warning_header
@@ -72,7 +73,7 @@ class Handler(KeepsAlive, JsonHandler, server.APIHandler):
         elif path == "/v1/models":
             self.send_json(200, model_names.model_list(self.flags, self.created))
         elif path.startswith("/v1/models/"):
-            wanted = path.removeprefix("/v1/models/")
+            wanted = unquote(path.removeprefix("/v1/models/"))
             self.answer(lambda: self.send_json(200, model_names.model_list(self.flags, self.created, wanted)))
         else:
             self.send_refused(Refused(f"there is nothing at {path}", status=404, code="not_found"))

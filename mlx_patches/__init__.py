@@ -3,7 +3,8 @@
 seams.py              the pin, every name of mlx_lm that is touched, and how names are replaced
 request_bodies.py     a request's body, read or refused
 structured_output.py  response_format and its kin → a llguidance grammar, compiled and cached
-json_schemas.py       what of a JSON schema a grammar can hold to
+json_schemas.py       a JSON schema made such that a grammar holds to it, and what had to be left out
+schema_keywords.py    what llguidance holds of one schema's keywords
 reply_format.py       how a model writes a reply: thinking markers, end tokens, the text of a token
 watcher.py            the logits processor: phases, grammar, stop strings; takes tokens back
 token_masks.py        masks over the vocabulary, on any device

@@ -73,7 +73,8 @@ class ServesOneModel:
                 self._model_map["default_model"] = str(demo_model.folder())
             super().load_default()
         except Exception as fault:
+            # The launcher says so in one line; mlx_lm's loop would log a traceback of anything but this.
             self.load_error = fault
-            raise
+            raise SystemExit from fault
         finally:
             self.settled.set()

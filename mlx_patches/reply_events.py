@@ -108,12 +108,8 @@ class ReplyReader:
         yield from self._read(response)
         if response.finish_reason is not None and not self._stopped:
             yield from self._finish()
-        if self._stopped:
-            self.finish_reason = "stop"
-        elif response.finish_reason == "stop" and self._calls:
-            self.finish_reason = "tool_calls"
-        else:
-            self.finish_reason = response.finish_reason
+        reason = "stop" if self._stopped else response.finish_reason
+        self.finish_reason = "tool_calls" if reason == "stop" and self._calls else reason
 
     def _read(self, response: Any) -> Iterator[Any]:
         if response.finish_reason == "stop":
@@ -201,7 +197,7 @@ class StreamsReplies:
     TICK = 0.25  # seconds between two looks at the clock while nothing comes
 
     def events(self, request: Any, args: Any) -> Iterator[Any]:
-        """Started, what ReplyReader gives, Finished; None for each TICK without news, also while the model loads.
+        """Started, what ReplyReader gives, Finished; None in between, at least once each TICK, for who keeps time.
 
         Raises Refused, or what the generation thread raised for this request. Closing the iterator ends the reply.
         """
@@ -222,6 +218,7 @@ class StreamsReplies:
                         counts = reader.tokens, context.prompt_cache_count, reader.reasoning_tokens
                         yield Finished(reader.finish_reason, len(context.prompt), *counts)
                         return
+                    yield None  # a long call's tokens are no event until it is whole
             raise Refused("the reply ended early", status=500)
         finally:
             if context is not None:

@@ -188,11 +188,11 @@ class ReplyFormat:
 
 
 def detokenizer_bytes(piece: str) -> bytes:
-    """The bytes of a token of a byte-level BPE vocabulary; a special token's name stands for itself."""
+    """The bytes of a token of a byte-level BPE vocabulary; a name with any other character stands for itself."""
     from mlx_lm.tokenizer_utils import _byte_decoder
 
     table = _byte_decoder()
-    return b"".join(bytes([table[c]]) if c in table else c.encode() for c in piece)
+    return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
 
 
 @functools.lru_cache(maxsize=2)

@@ -59,7 +59,7 @@ FIELDS = {
     "xtc_probability": Field("number", 0.0, 0, 1),
     "xtc_threshold": Field("number", 0.1, 0, 1),
     "logit_bias": Field(dict),
-    "seed": Field(int),
+    "seed": Field(int, None, -(2**63), 2**64 - 1),
     "chat_template_kwargs": Field(dict),
     "role_mapping": Field(dict),
     "tools": Field(list),
@@ -105,8 +105,10 @@ def _read(name: str, field: Field, value: Any, flags: Any) -> Any:
 
 
 def _read_logit_bias(bias: dict | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
     try:
-        return None if bias is None else {int(token): float(value) for token, value in bias.items()}
+        return {int(token): float(_read("logit_bias", Field("number"), value, None)) for token, value in bias.items()}
     except (TypeError, ValueError):
         raise Refused("logit_bias must map token ids to numbers", param="logit_bias") from None
 
@@ -114,7 +116,7 @@ def _read_logit_bias(bias: dict | None) -> dict[int, float] | None:
 def read_stops(body: dict) -> tuple[str, ...]:
     """`stop`: a string or a list of strings, none of them empty. Raises Refused (400)."""
     stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise Refused("stop must be a string or a list of strings that are not empty", param="stop")
     return tuple(dict.fromkeys(stops))
@@ -198,7 +200,7 @@ def read_request(body: dict, chat: bool, flags: Any) -> tuple[server.CompletionR
         num_draft_tokens=values["num_draft_tokens"],
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        seed=values["seed"],
+        seed=values["seed"] and values["seed"] % 2**64,  # OpenAI's are signed, mlx's are not
         chat_template_kwargs=values["chat_template_kwargs"],
     )
     return request, arguments, values

@@ -23,7 +23,7 @@ class StopStrings:
     def scan(self, tail: str, text: str) -> tuple[str, bool]:
         """(new tail, whether a stop string is complete), given the tail of the text before `text`."""
         window = tail + text
-        return window[len(window) - self._longest + 1 :] if self._longest > 1 else "", any(
+        return window[max(0, len(window) - self._longest + 1) :] if self._longest > 1 else "", any(
             stop in window for stop in self._stops
         )
 

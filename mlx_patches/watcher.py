@@ -195,6 +195,8 @@ class Watcher:
             same = 0
         self._fed = self._fed[:same]
         for token in wanted[same:]:
+            # A mask between tokens: without one, llguidance's lexer can run out of its budget for good.
+            self._mask.fill(self._matcher)
             self._feed(token)
 
     def _allow(self, logits: mx.array) -> mx.array:

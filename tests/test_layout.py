@@ -11,9 +11,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PRODUCT = [ROOT / "mlx_patched_server.py", ROOT / "localServerCommon.py", *sorted((ROOT / "mlx_patches").glob("*.py"))]
 ROOMS = [path for path in PRODUCT if path.parent.name == "mlx_patches" and path.name != "__init__.py"]
-PLAIN = {"seams", "token_masks", "reply_format", "json_schemas", "demo_model"}
+PLAIN = {"seams", "token_masks", "reply_format", "json_schemas", "schema_keywords", "demo_model"}
 """Rooms that stand in for nothing of mlx_lm's: no card."""
-PURE = ["chat_wire", "json_schemas", "reply_events", "reply_format", "request_bodies", "seams", "stop_strings"]
+PURE = [
+    "chat_wire",
+    "json_schemas",
+    "reply_events",
+    "reply_format",
+    "request_bodies",
+    "schema_keywords",
+    "seams",
+    "stop_strings",
+]
 TOP = {"pyproject.toml", "mlx_patched_server.py", "localServerCommon.py", "mlx_patches", "tests", "docs", "README.md"}
 
 

@@ -1,0 +1,340 @@
+"""Structured output: the field of a body that asks for a form → a grammar → a matcher, compiled once and kept.
+
+Replaces   nothing; ModelProvider gains `grammars`
+Why        mlx_lm 0.32.2 takes `response_format` and does nothing with it
+Upstream   server.py ModelProvider._load
+Delete when mlx_lm compiles grammars itself
+Test       tests/test_structured_output_grammars.py, tests/test_json_schemas.py
+
+A Grammar is text: it travels with its request and knows no vocabulary. A GrammarCompiler belongs to one loaded model
+and keeps pristine matchers; a request gets a copy, which shares the pristine one's warm lexer. What always holds:
+whatever a body says ends in None, a Grammar or a Refused, and a matcher that is handed out has a first token.
+
+llguidance never raises: `is_error()` tells, and only the first mask shows that nothing at all fits a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock, Thread
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, hf
+from llguidance.gbnf_to_lark import any_to_lark
+from transformers import PreTrainedTokenizerFast
+
+from localServerCommon import Refused
+from mlx_patches.json_schemas import prepare
+from mlx_patches.schema_keywords import LIMITS, on_a_deep_stack, short
+
+MAX_TEXT = 200_000
+MAX_RULES = 1_000  # a chain of 2,600 Lark terminals takes llguidance 45 s
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a reply is held to. It travels with the request: small, and picklable.
+
+    `source`: what LLMatcher takes. `param`: the field of the body that it came from. `kind`: json_schema, json_object,
+    regex, choice or grammar. `not_enforced`: paths of what was left out, such as `properties.email.pattern`.
+    """
+
+    source: str
+    param: str
+    kind: str
+    not_enforced: tuple[str, ...] = ()
+
+
+def read_grammar(body: dict) -> Grammar | None:
+    """What `body`, a decoded request, asks for; None for free text. A null field is an absent one.
+
+    Raises Refused (400) naming the field, with `invalid_json_schema` or `invalid_grammar` where the schema or grammar
+    itself is at fault. Whether a regex or a Lark grammar compiles shows in `GrammarCompiler.matcher`.
+    """
+    asked = list(_asked(body))
+    if len(asked) > 1:
+        names = " and ".join(field for field, _, _ in asked)
+        raise Refused(f"{names} ask for two forms of one reply", param=asked[1][0])
+    for field, reader, value in asked:
+        grammar = reader(value, field)
+        if grammar.not_enforced:
+            logging.warning("%s: not enforced: %s", grammar.param, ", ".join(grammar.not_enforced))
+        return grammar
+    return None
+
+
+def _asked(body: dict) -> Iterator[tuple[str, Callable[[Any, str], Grammar], Any]]:
+    form = body.get("response_format")
+    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
+        yield "response_format", _response_format, form
+    outputs = body.get("structured_outputs")
+    if outputs is not None and not isinstance(outputs, dict):
+        raise Refused("structured_outputs must be an object", param="structured_outputs")
+    for key, value in (outputs or {}).items():
+        if key not in READERS and value not in (None, False):
+            raise Refused(f"structured_outputs.{key} is not supported", param=f"structured_outputs.{key}")
+    for key, reader in READERS.items():
+        for field, value in (
+            (f"structured_outputs.{key}", (outputs or {}).get(key)),
+            (f"guided_{key}", body.get(f"guided_{key}")),
+        ):
+            if value is not None:
+                yield field, reader, value
+
+
+def _response_format(value: Any, field: str) -> Grammar:
+    if not isinstance(value, dict):
+        raise Refused(f"{field} must be an object", param=field)
+    kind = value.get("type")
+    if kind == "json_object":
+        # llama.cpp's spelling puts a schema beside it.
+        given = value.get("schema")
+        if given is None:
+            return _schema({"type": "object"}, field, kind)
+        return _schema(given, f"{field}.schema", "json_schema")
+    if kind != "json_schema":
+        raise Refused(f"{field}.type must be text, json_object or json_schema", param=f"{field}.type")
+    field = f"{field}.json_schema"
+    envelope = value.get("json_schema")
+    if not isinstance(envelope, dict):
+        raise Refused(f"{field} must be an object", param=field)
+    for key, wanted, noun in (("name", str, "a string"), ("strict", bool, "a boolean")):
+        if not isinstance(envelope.get(key), wanted | None):
+            raise Refused(f"{field}.{key} must be {noun}", param=f"{field}.{key}")
+    if envelope.get("schema") is None:
+        raise Refused(f"{field}.schema is missing", param=f"{field}.schema")
+    return _schema(envelope["schema"], f"{field}.schema", kind, strict=bool(envelope.get("strict")))
+
+
+def _json(value: Any, field: str) -> Grammar:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as fault:
+            raise Refused(f"{field} is not JSON: {fault}", param=field, code="invalid_json_schema") from None
+    return _schema(value, field, "json_schema")
+
+
+def _schema(schema: Any, field: str, kind: str, strict: bool = False) -> Grammar:
+    prepared = prepare(schema, param=field, strict=strict)
+    return Grammar(LLMatcher.grammar_from_json_schema(prepared.text), field, kind, prepared.not_enforced)
+
+
+def _regex(value: Any, field: str) -> Grammar:
+    return Grammar(LLMatcher.grammar_from_regex(_text(value, field)), field, "regex")
+
+
+def _choice(value: Any, field: str) -> Grammar:
+    if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
+        raise Refused(f"{field} must be a list of strings, with at least one", param=field)
+    _text("".join(value), field)
+    # One terminal: its lexer holds a choice that begins another apart, and ends with either.
+    choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(value))
+    return Grammar(f"start: CHOICE\nCHOICE: {choices}", field, "choice")
+
+
+def _grammar(value: Any, field: str) -> Grammar:
+    lines = _text(value, field).split("\n")
+    try:
+        # Empty lines go, for the converter's search takes quadratic time over a run of them.
+        lark = any_to_lark("\n".join(line for line in lines if line.strip()))
+    except Exception as fault:
+        raise Refused(f"{field} is not a grammar: {short(str(fault))}", param=field, code="invalid_grammar") from None
+    if sum(":" in line for line in lark.splitlines()) > MAX_RULES:
+        raise Refused(f"{field}: too complex: more than {MAX_RULES} rules", param=field, code="invalid_grammar")
+    return Grammar(json.dumps({"grammars": [{"lark_grammar": lark}]}), field, "grammar")
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(f"{field} must be a string", param=field)
+    if len(value) > MAX_TEXT:
+        raise Refused(f"{field}: too complex: over {MAX_TEXT:,} characters", param=field, code="invalid_grammar")
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise Refused(f"{field} holds half a character", param=field, code="invalid_grammar")
+    return value
+
+
+READERS: dict[str, Callable[[Any, str], Grammar]] = {
+    "json": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+
+
+class GrammarCompiler:
+    """Matchers over one model's vocabulary, from any thread. The `capacity` grammars last used stay compiled.
+
+    Copies share their lexer, and one that ran into llguidance's limits fails in all of them from then on, at their
+    first token: it is tried at each hand-out (some 10 µs), and the grammar compiled anew where it does.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, capacity: int = 128):
+        self._tokenizer = tokenizer
+        self._capacity = capacity
+        self._kept: OrderedDict[Grammar, Future] = OrderedDict()
+        self._lock = Lock()
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at its start, the caller's own. Raises Refused (400) when nothing can be held to `grammar`.
+
+        The first caller compiles, in its own thread and without the GIL; others with the same grammar wait for it.
+        """
+        with self._lock:
+            kept = self._kept.get(grammar)
+            compiled = kept or Future()
+            self._keep(grammar, compiled)
+        if kept is None:
+            self._fulfil(compiled, grammar)
+        pristine, first = compiled.result()
+        if not pristine.deep_copy().consume_tokens(first):
+            logging.warning("%s: its lexer had run into a limit; compiled anew", grammar.param)
+            compiled = Future()
+            with self._lock:
+                self._keep(grammar, compiled)
+            self._fulfil(compiled, grammar)
+            pristine, _ = compiled.result()
+        return pristine.deep_copy()
+
+    def _keep(self, grammar: Grammar, compiled: Future) -> None:
+        self._kept[grammar] = compiled
+        self._kept.move_to_end(grammar)
+        if len(self._kept) > self._capacity:
+            self._kept.popitem(last=False)
+
+    def _fulfil(self, compiled: Future, grammar: Grammar) -> None:
+        try:
+            compiled.set_result(on_a_deep_stack(len(grammar.source), lambda: self._compile(grammar)))
+        except BaseException as fault:
+            compiled.set_exception(fault)
+            with self._lock:
+                if self._kept.get(grammar) is compiled:
+                    del self._kept[grammar]
+
+    def _compile(self, grammar: Grammar) -> tuple[LLMatcher, list[int]]:
+        """(a pristine matcher, [a token that may come first] or [] where the reply can only end)."""
+        matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=LIMITS)
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+        for warning in matcher.get_grammar_warnings():
+            logging.warning("%s: %s", grammar.param, warning)
+        if matcher.is_error():
+            code = "invalid_json_schema" if grammar.kind.startswith("json") else "invalid_grammar"
+            raise Refused(f"{grammar.param}: {short(matcher.get_error())}", param=grammar.param, code=code)
+        bits = int.from_bytes(mask, "little")
+        for end in self._tokenizer.eos_tokens:
+            bits &= ~(1 << end)
+        return matcher, [(bits & -bits).bit_length() - 1] if bits else []
+
+
+def build_tokenizer(tokenizer: Any, width: int, end_tokens: Iterable[int]) -> LLTokenizer:
+    """The vocabulary of `tokenizer` (mlx_lm's TokenizerWrapper) as llguidance reads it, for masks of `width` tokens.
+
+    Ids without a name, up to `width`, are never allowed; names beyond `width` are left out. Takes 0.3 s for 49,000
+    tokens, 2 to 4 s for 200,000. Raises Refused where there is no end token or the bytes of the tokens are not known.
+    """
+    plain = tokenizer._tokenizer
+    ends = sorted(end for end in end_tokens if end < width)
+    if not ends:
+        raise Refused("structured output needs an end token, and this model has none")
+    try:
+        size = 1 + max(plain.get_vocab().values())
+        if not isinstance(plain, PreTrainedTokenizerFast):
+            return LLTokenizer(TokenizerWrapper(_Vocabulary(plain, width, ends)), n_vocab=width, eos_token=ends)
+        whole = hf.from_tokenizer(plain, n_vocab=max(size, width), eos_token=ends)
+        if size <= width:
+            return whole
+        return LLTokenizer(TokenizerWrapper(_Vocabulary(plain, width, ends, whole)), n_vocab=width, eos_token=ends)
+    except Exception as fault:
+        raise Refused(f"structured output cannot read this model's tokenizer: {short(str(fault))}") from fault
+
+
+class _Vocabulary:
+    """Any tokenizer in the shape that llguidance's TokenizerWrapper takes: each token's exact bytes."""
+
+    bos_token_id = None
+
+    def __init__(self, plain: Any, width: int, ends: list[int], whole: LLTokenizer | None = None):
+        """`plain`: a transformers tokenizer. `whole`: its vocabulary as llguidance reads it, where it can."""
+        named = dict(sorted((token, name) for name, token in plain.get_vocab().items() if token < width))
+        special = {*plain.all_special_ids, *plain.added_tokens_decoder, *ends}
+        spell = whole.decode_bytes if whole else _spelling(plain)
+        self.eos_token_id = ends[0]
+        self.special_token_ids = sorted(token for token in special if token < width)
+        self.tokens = [b""] * (1 + max(named))
+        for token, name in named.items():
+            self.tokens[token] = name.encode() if token in special else spell([token])
+        self._width = width
+        self._plain = plain
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text, not bytes")
+        return [token for token in self._plain.encode(text, add_special_tokens=False) if token < self._width]
+
+
+def _spelling(plain: Any) -> Callable[[list[int]], bytes]:
+    """How a tokenizer that is not Rust's spells a token. Raises ValueError where nothing tells."""
+    pieces = plain.convert_ids_to_tokens
+    if hasattr(plain, "sp_model"):  # SentencePiece: a bar for a blank, <0x0A> for a byte
+
+        def spell(token: list[int]) -> bytes:
+            piece = pieces(token)[0]
+            byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
+            return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
+
+        return spell
+    encoding: Any = getattr(plain, "model", None) or getattr(plain, "tokenizer", None)
+    if hasattr(encoding, "decode_single_token_bytes"):  # tiktoken
+        return lambda token: encoding.decode_single_token_bytes(token[0])
+    if hasattr(plain, "byte_decoder"):  # byte-level BPE, as GPT-2's
+        return lambda token: bytes(plain.byte_decoder[character] for character in pieces(token)[0])
+    raise ValueError(f"{type(plain).__name__} does not tell the bytes of its tokens")
+
+
+def warning_header(grammar: Grammar | None) -> dict[str, str]:
+    """The HTTP header that names what a reply is not held to; nothing where all of the grammar is enforced."""
+    if grammar is None or not grammar.not_enforced:
+        return {}
+    names = ", ".join(grammar.not_enforced)
+    plain = "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in names)
+    return {"Warning": f'199 - "not enforced: {plain[:1000]}"'}
+
+
+class CompilesGrammars:
+    """Mixin for ModelProvider: `grammars`, the loaded model's GrammarCompiler.
+
+    llguidance reads the vocabulary in a thread of its own from the moment the model is loaded (0.3 s for 49,000
+    tokens, 2 to 4 s for 200,000), so only a request with a grammar ever waits for it.
+    """
+
+    _grammars: Future | None = None
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Waits until the vocabulary is read. Raises Refused where this model's tokenizer cannot be constrained."""
+        if self._grammars is None:
+            raise Refused("no model is loaded", status=503, code="unavailable")
+        return self._grammars.result()
+
+    def reset(self) -> None:
+        super().reset()
+        self._grammars = None
+
+    def _load(self, *model_key) -> None:
+        super()._load(*model_key)
+        self._grammars = Future()
+        Thread(target=self._read_vocabulary, args=(self._grammars, self.reply_format), daemon=True).start()
+
+    @staticmethod
+    def _read_vocabulary(grammars: Future, form) -> None:
+        try:
+            grammars.set_result(GrammarCompiler(build_tokenizer(form.tokenizer, form.width, form.end_tokens)))
+        except BaseException as fault:
+            grammars.set_exception(fault)

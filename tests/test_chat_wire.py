@@ -1,0 +1,538 @@
+"""What goes over the socket: HTTP, the shapes of chunks and bodies, log-probabilities, the log; and, beside
+mlx_lm.server, that a request without a new field gets the same reply but for what docs/chat_wire.md lists.
+"""
+
+import http.client
+import json
+import math
+import re
+import time
+import uuid
+from urllib.parse import urlsplit
+
+import pytest
+from tokenizers import Tokenizer
+
+from mlx_patches.chat_wire import ChatEncoder, CompletionEncoder, Head
+from mlx_patches.reply_events import CallArguments, CallOpened, Content, Finished, Reasoning, TokenLogprob
+from tests.client import (
+    CHAT,
+    COMPLETIONS,
+    both,
+    chat,
+    chat_stream,
+    complete,
+    complete_stream,
+    connect,
+    exchange,
+    get,
+    post,
+    post_bytes,
+    request,
+    strict_loads,
+    together,
+)
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, "é"]}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+THINKS = f"<think>Let me think.</think>Well: {CALL} done"
+SCRIPT = "to be ignored: <|script|>Hello there<|script_end|>"
+PATHS = {"single": {"seed": 1}, "batched": {}}
+
+
+@pytest.fixture
+def folder(tiny):
+    return tiny("scripted", style="think", tools="json_tools")
+
+
+@pytest.fixture
+def server(serve, folder):
+    return serve(folder)
+
+
+@pytest.fixture(params=PATHS)
+def fields(request):
+    return PATHS[request.param]
+
+
+def body_of(text="Hello there", **more) -> dict:
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+# A stream's chunks
+
+
+def test_the_chunks_of_a_chat_stream(server, fields):
+    reply = chat_stream(server, THINKS, tools=TOOLS, **fields)
+    *choices, usage = reply.chunks
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in reply.chunks}) == 1
+    assert usage["object"] == "chat.completion.chunk" and usage["choices"] == []
+    assert [c for c in choices if "usage" in c] == []
+    assert [c["choices"][0]["index"] for c in choices] == [0] * len(choices)
+    deltas = [c["choices"][0]["delta"] for c in choices]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {} and all(deltas[:-1])
+    assert not any("role" in delta for delta in deltas[1:])
+    reasons = [c["choices"][0]["finish_reason"] for c in choices]
+    assert reasons == [None] * (len(choices) - 1) + ["tool_calls"]
+    for delta in deltas:
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+    assert reply.raw.endswith(b"data: [DONE]\n\n")
+    assert (reply.reasoning, reply.content) == ("Let me think.", "Well:  done")
+    assert json.loads(reply.tool_calls[0]["function"]["arguments"]) == {"a": 1, "b": [2, "é"]}
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None}, {"other": 1}])
+@pytest.mark.parametrize("call", [chat_stream, complete_stream])
+def test_a_usage_chunk_only_where_it_is_asked_for(server, call, options):
+    reply = call(server, SCRIPT if call is complete_stream else "Hello there", stream_options=options)
+    assert (reply.usage, reply.content) == (None, "Hello there")
+    assert all(c["choices"] and "usage" not in c for c in reply.chunks)
+
+
+def test_the_chunks_of_a_completions_stream(server, fields):
+    reply = complete_stream(server, SCRIPT, **fields)
+    *choices, usage = reply.chunks
+    assert {c["object"] for c in choices} == {"text_completion"}
+    assert choices[-1]["choices"][0] == {"index": 0, "text": "", "finish_reason": "stop"}
+    assert "".join(c["choices"][0]["text"] for c in choices) == "Hello there"
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions", "/v1/chat/completions?api-version=1"])
+def test_the_paths(server, path):
+    assert post(server, path, body_of()).content == "Hello there"
+    assert post(server, path, body_of(stream=True)).content == "Hello there"
+
+
+# A whole body
+
+
+def test_a_whole_body(server, fields):
+    reply = both(server, THINKS, tools=TOOLS, **fields)
+    body = reply.body
+    assert set(body) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+    (choice,) = body["choices"]
+    assert set(choice) == {"index", "message", "finish_reason"}
+    message = choice["message"]
+    assert (message["role"], message["content"]) == ("assistant", "Well:  done")
+    assert message["reasoning"] == message["reasoning_content"] == "Let me think."
+    (call,) = message["tool_calls"]
+    assert set(call) == {"id", "type", "function"} and set(call["function"]) == {"name", "arguments"}
+    assert reply.headers["Content-Type"] == "application/json"
+
+
+def test_usage(server, folder, fields):
+    thought, answer = "Let me think.", "Well"
+    count = {text: tokens_of(folder, text) for text in (thought, answer)}
+    for reply in (f(server, f"<think>{thought}</think>{answer}", **fields) for f in (chat, chat_stream)):
+        usage = reply.usage
+        # Two markers and the end token are generated too, and are neither thinking nor content.
+        assert usage["completion_tokens"] == count[thought] + count[answer] + 3
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": count[thought]}
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert 0 <= usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    "text, options, reason",
+    [
+        ("Hello there", {}, "stop"),
+        ("Hello there", {"max_tokens": 1}, "length"),
+        ("Hello there", {"stop": "there"}, "stop"),
+        (CALL, {}, "tool_calls"),
+        ("<tool_call>{broken</tool_call>", {}, "stop"),
+        (CALL, {"max_tokens": 5}, "length"),
+        ("<think>never closed", {"max_tokens": 2}, "length"),
+    ],
+)
+def test_finish_reasons(server, fields, text, options, reason):
+    assert both(server, text, **options, **fields).finish_reason == reason
+
+
+# Log-probabilities
+
+
+NOT_FOUR = {str(n): -1e39 for n in range(1100) if n not in (60, 61, 62, 63)}  # minus infinity as a float32
+MASKED = body_of(logprobs=True, max_tokens=3, logit_bias=NOT_FOUR)
+
+
+def tokens_of(folder, text) -> int:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return sum(len(tokenizer.encode(part).ids) for part in text.split("<|cut|>"))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("Hello there", "Hello there"),
+        ("<think>Let me think.</think>Yes and no", "Yes and no"),
+        ("<think>Hm</<|cut|>think>a <<|cut|> b </<|cut|>think> c", "a <<|cut|> b </<|cut|>think> c"),
+        (f"Well: {CALL} done", "Well: <|cut|> done"),
+        ("a\n\n<|cut|>ünï 🦉", "a\n\n<|cut|>ünï 🦉"),
+    ],
+)
+def test_one_entry_for_each_token_of_content(server, folder, fields, text, said):
+    content = said.replace("<|cut|>", "")
+    whole = chat(server, text, tools=TOOLS, logprobs=True, top_logprobs=2, **fields)
+    streamed = chat_stream(server, text, tools=TOOLS, logprobs=True, top_logprobs=2, **fields)
+    assert whole.content == streamed.content == content
+    assert streamed.logprobs == whole.logprobs
+    entries = whole.logprobs["content"]
+    assert len(entries) == tokens_of(folder, said)
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode() == content
+    for entry in entries:
+        assert set(entry) >= {"token", "bytes", "logprob", "top_logprobs"}
+        assert entry["token"] == bytes(entry["bytes"]).decode("utf-8", "replace")
+        assert entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2
+        assert entry["token"] == entry["top_logprobs"][0]["token"]
+
+
+def test_entries_come_with_their_content(server):
+    reply = chat_stream(server, "Hello there again", logprobs=True)
+    for chunk in reply.chunks:
+        for choice in chunk["choices"]:
+            text, listed = choice["delta"].get("content"), (choice.get("logprobs") or {}).get("content", [])
+            assert "".join(entry["token"] for entry in listed) == (text or "")
+
+
+def test_no_logprobs_where_none_are_asked_for(server):
+    for options in ({}, {"logprobs": False}, {"logprobs": None}, {"top_logprobs": 0}):
+        assert both(server, "Hello there", **options).logprobs is None
+    reply = chat(server, "Hello there", logprobs=True)
+    assert [entry["top_logprobs"] for entry in reply.logprobs["content"]] == [[], []]
+
+
+def test_the_entry_is_the_sampled_tokens(serve, tiny, fields):
+    """At temperature 1 the sampled token is often not the likeliest; twenty alternatives, sorted, all finite."""
+    reply = chat(serve(tiny("llama")), "Hello", logprobs=True, top_logprobs=20, temperature=1, max_tokens=60, **fields)
+    entries = reply.logprobs["content"]
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode("utf-8", "replace") == reply.content
+    unlikely = 0
+    for entry in entries:
+        top = [t["logprob"] for t in entry["top_logprobs"]]
+        assert (
+            len(top) == 20 and top == sorted(top, reverse=True) and len({t["id"] for t in entry["top_logprobs"]}) == 20
+        )
+        assert math.isfinite(entry["logprob"]) and entry["logprob"] <= top[0]
+        unlikely += entry["logprob"] < top[0]
+        assert all(t["logprob"] == entry["logprob"] for t in entry["top_logprobs"] if t["id"] == entry["id"])
+    assert unlikely > len(entries) / 4
+
+
+def test_a_masked_token_is_no_infinity(server, fields):
+    body = MASKED | {"top_logprobs": 20, **fields}
+    for stream in (False, True):
+        reply = post(server, CHAT, body | {"stream": stream})  # parsed strictly
+        numbers = [t["logprob"] for e in reply.logprobs["content"] for t in (e, *e["top_logprobs"])]
+        assert min(numbers) == -9999.0 and max(numbers) <= 0
+
+
+@pytest.mark.parametrize("prompt", ["Hello", "What is the time?"])
+def test_the_older_shape_of_completions(serve, tiny, fields, prompt):
+    server = serve(tiny("llama"))
+    options = {"logprobs": 4, "max_tokens": 12, **fields}
+    whole, streamed = complete(server, prompt, **options), complete_stream(server, prompt, **options)
+    logprobs = whole.logprobs
+    assert set(logprobs) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert "".join(logprobs["tokens"]) == whole.content
+    offsets = [sum(map(len, logprobs["tokens"][:n])) for n in range(len(logprobs["tokens"]))]
+    assert logprobs["text_offset"] == offsets
+    for token, logprob, top in zip(*(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
+        assert 1 <= len(top) <= 4 and top[token] == logprob  # greedy
+    assert streamed.logprobs == logprobs
+
+
+# The encoders by themselves: another protocol will be another one
+
+
+HEAD = Head("id-1", "m", 5, "f")
+EVENTS = [
+    Reasoning("a"),
+    Reasoning("b"),
+    Content("c", (TokenLogprob(1, b"c", -0.5),)),
+    CallOpened(0, "call-1", "f"),
+    CallArguments(0, '{"a":'),
+    CallArguments(0, "1}"),
+    CallOpened(1, "call-2", "g"),
+    CallArguments(1, "{}"),
+    Content("d"),
+    Finished("tool_calls", 10, 7, -1, 2),
+]
+
+
+def test_an_encoder_only_spells():
+    body = ChatEncoder(HEAD, logprobs=True).body(EVENTS)
+    message = body["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("cd", "ab")
+    assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"a":1}', "{}"]
+    assert "prompt_tokens_details" not in body["usage"]  # nothing is known of the cache
+    frames = [frame for event in EVENTS for frame in ChatEncoder(HEAD, include_usage=True).frames(event)]
+    assert [f["choices"][0]["delta"] for f in frames[5:6]] == [
+        {"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]}
+    ]
+    assert frames[-1]["usage"] == body["usage"] and len(frames) == len(EVENTS) + 1
+    plain = CompletionEncoder(HEAD).body([Content("x"), EVENTS[-1]])
+    assert plain["choices"] == [{"index": 0, "text": "x", "finish_reason": "tool_calls"}]
+
+
+# HTTP
+
+
+def raw_connection(server) -> http.client.HTTPConnection:
+    url = urlsplit(server.url)
+    return http.client.HTTPConnection(url.hostname, url.port, timeout=20)
+
+
+def test_one_connection_many_requests(server):
+    """After a whole reply, a streamed one, refusals of all kinds, and what has no body."""
+    connection = raw_connection(server)
+    connection.connect()
+    sock = connection.sock
+    steps = [
+        ("POST", CHAT, body_of(), 200),
+        ("POST", CHAT, body_of(stream=True), 200),
+        ("POST", CHAT, body_of(temperature=-1), 400),
+        ("POST", CHAT, body_of(model="gpt-4o"), 404),
+        ("POST", CHAT, b"{not json", 400),
+        ("POST", "/nowhere", body_of(), 404),
+        ("GET", "/nowhere", None, 404),
+        ("GET", "/health", None, 200),
+        ("HEAD", "/health", None, 200),
+        ("HEAD", "/nowhere", None, 404),
+        ("OPTIONS", CHAT, None, 204),
+        ("POST", COMPLETIONS, {"prompt": SCRIPT, "stream": True}, 200),
+        ("POST", CHAT, body_of(), 200),
+    ]
+    for method, path, body, status in steps:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        assert connection.sock is sock, f"closed before {method} {path}"
+        response = connection.getresponse()
+        text = response.read()
+        assert (response.status, response.version) == (status, 11), (path, text)
+        assert response.headers["x-request-id"]
+        if method in ("HEAD", "OPTIONS"):
+            assert text == b""
+        elif b"stream" not in (data or b""):
+            assert int(response.headers["Content-Length"]) == len(text) and strict_loads(text)
+    connection.close()
+
+
+def test_requests_sent_ahead_are_answered_in_order(server):
+    ahead = [body_of("one"), body_of("two", stream=True), body_of("three")]
+    with connect(server) as sock:
+        sock.sendall(b"".join(post_bytes(CHAT, body) for body in ahead))
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 3 or not received.endswith(b"}"):
+            piece = sock.recv(65536)
+            assert piece, received
+            received += piece
+    places = [received.index(b'"content":"%b"' % text) for text in (b"one", b"two", b"three")]
+    assert places == sorted(places)
+
+
+def test_a_stream_is_chunked(server):
+    with connect(server) as sock:
+        sock.sendall(post_bytes(CHAT, body_of(stream=True)))
+        received = b""
+        while not received.endswith(b"\r\n0\r\n\r\n"):
+            piece = sock.recv(65536)
+            assert piece, received
+            received += piece
+    head, _, rest = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding: chunked" in head.lower()
+    assert b"content-length" not in head.lower() and b"text/event-stream" in head
+    stream = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        size = int(size, 16)
+        assert rest[size : size + 2] == b"\r\n"
+        stream, rest = stream + rest[:size], rest[size + 2 :]
+    assert stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_older_client(server):
+    for body in (body_of(), body_of(stream=True), body_of(temperature=-1)):
+        raw = exchange(server, post_bytes(CHAT, body).replace(b" HTTP/1.1", b" HTTP/1.0", 1))  # until it is closed
+        head, _, data = raw.partition(b"\r\n\r\n")
+        assert b"chunked" not in head.lower()
+        if body.get("stream"):
+            assert data.startswith(b"data: {") and data.endswith(b"data: [DONE]\n\n")
+        else:
+            assert strict_loads(data)
+
+
+def test_a_client_that_asks_to_close(server):
+    for stream in (False, True):
+        raw = exchange(server, post_bytes(CHAT, body_of(stream=stream), {"Connection": "close"}))
+        assert raw.startswith(b"HTTP/1.1 200") and b"Hello" in raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_ids(server, stream):
+    def request_id(headers=None, **more):
+        return chat(server, "Hello there", headers=headers, stream=stream, **more).headers["x-request-id"]
+
+    assert request_id({"X-Request-ID": "mine: 1/é".encode().decode("latin-1")[:7]}) == "mine: 1"
+    made = [request_id() for _ in range(3)]
+    assert len(set(made)) == 3 and all(made)
+    assert request_id({"x-request-id": "of a refusal"}, temperature=-1) == "of a refusal"
+    assert request_id({"x-request-id": ""}) and len(request_id({"x-request-id": "x" * 10_000})) <= 200
+    replies = together(server, [{"prompt": "Hi", "headers": {"x-request-id": f"r{n}"}} for n in range(4)])
+    assert [reply.headers["x-request-id"] for reply in replies] == ["r0", "r1", "r2", "r3"]
+    assert get(server, "/health", headers={"x-request-id": "h"}).headers["x-request-id"] == "h"
+
+
+@pytest.mark.parametrize("raw", [b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /a b HTTP/1.1\r\n\r\n"])
+def test_bytes_that_are_no_request_get_a_reply_with_a_status(server, raw):
+    received = exchange(server, raw, timeout=3)
+    head, _, data = received.partition(b"\r\n\r\n")
+    assert re.match(rb"HTTP/1\.[01] [45]\d\d ", head), received
+    assert re.search(rb"(?i)x-request-id: \S", head) and set(strict_loads(data)) == {"error"}
+
+
+def test_an_unknown_method(server):
+    reply = request(server, "PUT", CHAT, body_of())
+    assert reply.status in (405, 501) and set(reply.error) == {"message", "type", "param", "code"}
+
+
+# The log
+
+
+def log_lines(server, before) -> list[str]:
+    """What was logged of requests since then; the line is written when the reply has been."""
+    deadline = time.monotonic() + 5
+    while "/completions" not in server.log()[before:] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)  # for a second one
+    return [line for line in server.log()[before:].splitlines() if "/completions" in line]
+
+
+def test_one_log_line_a_request(server, fields):
+    secret = f"word{uuid.uuid4().hex}"
+    requests = [
+        lambda: chat(server, f"Hello {secret}", **fields),
+        lambda: chat_stream(server, f"Hello {secret}", **fields),
+        lambda: complete(server, f"to be ignored: <|script|>{secret}<|script_end|>", **fields),
+        lambda: chat(server, secret, stop=secret[4:], max_tokens=50, **fields),
+    ]
+    for ask in requests:
+        before = len(server.log())
+        reply = ask()
+        assert reply.status == 200
+        (line,) = log_lines(server, before)
+        usage = reply.usage or {}
+        path = COMPLETIONS if reply.id.startswith("cmpl") else CHAT
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        pattern = (
+            rf"INFO - {path} 200 \d+\.\d+s {usage['prompt_tokens']} -> {usage['completion_tokens']} tokens, "
+            rf"{cached} cached, \d+\.\d tokens/s, {reply.finish_reason}$"
+        )
+        assert re.search(pattern, line), line
+        assert secret not in server.log()[before:]
+
+
+def test_a_refused_request_is_one_line_too(server):
+    secret = f"word{uuid.uuid4().hex}"
+    for options, status in (({"temperature": -1}, 400), ({"model": "gpt-4o"}, 404), ({"stop": [5]}, 400)):
+        before = len(server.log())
+        assert chat(server, secret, **options).status == status
+        (line,) = log_lines(server, before)
+        assert f"{CHAT} {status}" in line
+        assert re.search(r"\d\.\d+s", line), f"no seconds: {line}"
+        assert secret not in server.log()[before:]
+
+
+def test_text_in_the_log_only_where_it_is_asked_for(serve_private, folder):
+    loud = serve_private(folder, "--log-level", "WARNING")
+    chat(loud, "Hello there")
+    assert "/completions" not in loud.log()
+
+
+# Beside mlx_lm.server
+
+
+REQUESTS = {
+    "plain": (CHAT, body_of("Hello there, this is a test")),
+    "again, from the prompt cache": (CHAT, body_of("Hello there, this is a test")),
+    "a conversation": (
+        CHAT,
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Hello there, this is a test"},
+                {"role": "assistant", "content": "Yes"},
+                {"role": "user", "content": "And now?"},
+            ]
+        },
+    ),
+    "a call": (CHAT, body_of(f"Well: {CALL}", tools=TOOLS)),
+    "two calls": (CHAT, body_of(f"{CALL}\n{CALL} and that", tools=TOOLS)),
+    "thinking": (CHAT, body_of("<think>Let me think.</think>Yes, and no.")),
+    "thinking switched off": (CHAT, body_of("Yes.", chat_template_kwargs={"enable_thinking": False})),
+    "thinking, then a call": (CHAT, body_of(THINKS, tools=TOOLS)),
+    "a limit": (CHAT, body_of("one two three four five", max_tokens=3)),
+    "a limit in a marker": (CHAT, body_of("one <<|cut|>/<|cut|>think", max_tokens=3)),
+    "a limit while thinking": (CHAT, body_of("<think>one two three", max_tokens=3)),
+    "a limit in a call": (CHAT, body_of(CALL, max_tokens=5)),
+    "nothing": (CHAT, body_of("<|im_end|>")),
+    "characters of several tokens": (CHAT, body_of("ünï 🦉 漢字 \u200d end")),
+    "a seed": (CHAT, body_of("one two three", seed=7)),
+    "a seed, sampled": (CHAT, body_of("one two three", seed=7, temperature=20.0, max_tokens=30)),
+    "penalties": (CHAT, body_of("one one one one one", presence_penalty=1.5, repetition_penalty=1.3)),
+    "a bias": (CHAT, body_of("one two", logit_bias={"100": 90.0}, max_tokens=6)),
+    "a completion": (COMPLETIONS, {"prompt": SCRIPT}),
+    "a completion, a limit": (COMPLETIONS, {"prompt": SCRIPT, "max_tokens": 1}),
+    "a completion, sampled": (COMPLETIONS, {"prompt": SCRIPT, "seed": 3, "temperature": 20.0, "max_tokens": 20}),
+    "another path": ("/chat/completions", body_of("Hello there")),
+    "the name of the model": (CHAT, body_of("Hello there", model="default_model")),
+}
+
+
+def common(reply) -> dict:
+    """A whole body without what docs/chat_wire.md says is added here, and without the ids and times of one reply."""
+    body = json.loads(reply.raw)
+    assert isinstance(body.pop("id"), str) and isinstance(body.pop("created"), int)
+    body["usage"].pop("completion_tokens_details", None)
+    for choice in body["choices"]:
+        message = choice.get("message") or {}
+        message.pop("reasoning_content", None)
+        for call in message.get("tool_calls") or []:
+            assert isinstance(call.pop("id"), str)
+    return body
+
+
+def test_with_no_new_field_a_reply_is_mlx_lms_own(serve_private, folder):
+    """Both start cold and are asked the same, in the same order, so that what is cached is the same too."""
+    ours, upstream = serve_private(folder), serve_private(folder, module="mlx_lm.server")
+    complete(ours, "a", max_tokens=1)  # as the fixture asks mlx_lm.server
+    for name, (path, body) in REQUESTS.items():
+        here, there = (post(server, path, body) for server in (ours, upstream))
+        assert (here.status, there.status) == (200, 200), name
+        assert common(here) == common(there), name
+        here, there = (
+            post(server, path, body | {"stream": True, "stream_options": {"include_usage": True}})
+            for server in (ours, upstream)
+        )
+        assert (here.content, here.reasoning, here.finish_reason) == (
+            there.content,
+            there.reasoning,
+            there.finish_reason,
+        ), name
+        assert [c["function"] for c in here.tool_calls] == [c["function"] for c in there.tool_calls], name
+        usage = {k: v for k, v in here.usage.items() if k != "completion_tokens_details"}
+        assert usage == there.usage, name
+
+
+def test_what_mlx_lm_server_writes_otherwise(serve, folder):
+    """The rows of docs/chat_wire.md, shown on the other side."""
+    upstream = serve(folder, module="mlx_lm.server")
+    reply = chat_stream(upstream, "Hello there")
+    assert reply.chunks[-1]["object"] == "chat.completion"
+    assert all(c["choices"][0]["delta"]["role"] == "assistant" for c in reply.chunks[:-1])
+    listed = chat(upstream, "<think>Hm</think>Yes", logprobs=True, top_logprobs=2).logprobs["content"]
+    assert len(listed) == 6 and not any("bytes" in entry for entry in listed)  # markers, thinking, the end token
+    assert b'"logprob": -Infinity' in exchange(upstream, post_bytes(CHAT, MASKED | {"top_logprobs": 11}))
+    assert b"x-request-id" not in (raw := exchange(upstream, post_bytes(CHAT, body_of())))
+    assert raw.startswith(b"HTTP/1.0 200")
