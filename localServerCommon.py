@@ -9,6 +9,7 @@ import logging
 import math
 import socket
 import sys
+import time
 import uuid
 from http.server import ThreadingHTTPServer
 
@@ -83,6 +84,7 @@ class JsonHandler:
             if own.isascii() and own.isprintable() and 0 < len(own) <= 200:
                 self.exchange_id = own
             self.status = 0
+            self.begun = time.monotonic()
         return parsed
 
     def read_json(self) -> dict:
@@ -161,14 +163,20 @@ class JsonHandler:
             act()
         except (ConnectionError, TimeoutError):
             self.close_connection = True
-            logging.info("%s: the client left", self.path)
+            self.log_line("the client left")
         except Exception as fault:
             refused = fault if isinstance(fault, Refused) else self.refusal(fault)
-            logging.info("%s %d: %s", self.path, refused.status, refused.message)
             if self.status:
                 self.end_stream(f"data: {strict_json(error_body(refused))}\n\n")
             else:
                 self.send_refused(refused)
+            # The message may quote the request, and the log never does.
+            self.log_line(f"refused: {refused.code or refused.param or 'error'}", refused.status)
+
+    def log_line(self, what: str, status: int = 0) -> None:
+        """The one line a request leaves in the log as it ends: path, status, seconds, and `what` came of it."""
+        path = self.path.partition("?")[0]
+        logging.info("%s %d %.2fs %s", path, status or self.status, time.monotonic() - self.begun, what)
 
     def log_request(self, code="-", size="-") -> None:
         """One line a request is written as it ends; this one would be a second."""

@@ -21,7 +21,6 @@ import uuid
 from urllib.parse import unquote
 
 from mlx_lm import server
-from mlx_patches.structured_output import CompilesGrammars, warning_header
 
 from localServerCommon import JsonHandler, Listener, Refused
 from mlx_patches import keepalive, model_names, padded_rows, watcher
@@ -31,6 +30,7 @@ from mlx_patches.model_names import ServesOneModel
 from mlx_patches.reply_events import Finished, StreamsReplies
 from mlx_patches.reply_format import LearnsReplyFormat
 from mlx_patches.request_bodies import read_request
+from mlx_patches.structured_output import CompilesGrammars, warning_header
 from mlx_patches.watcher import WatchesReplies
 
 
@@ -100,14 +100,13 @@ class Handler(KeepsAlive, JsonHandler, server.APIHandler):
         return Refused(f"internal error ({type(fault).__name__})", status=500)
 
     def reply(self):
-        begun = time.monotonic()
         encoder_class = ENCODERS.get(self.path.partition("?")[0].rstrip("/"))
         body = self.read_json()
         if encoder_class is None:
             raise Refused(f"there is nothing at {self.path}", status=404, code="not_found")
         chat = encoder_class is ChatEncoder
         request, args, values = read_request(body, chat, self.flags)
-        args.model.model = model_names.name_to_load(values["model"], self.flags)
+        model_names.choose(args.model, self.flags)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4()}"
         head = Head(name, values["model"], int(time.time()), self.system_fingerprint)
         encoder = encoder_class(head, include_usage=args.ask.include_usage, logprobs=args.logprobs)
@@ -117,25 +116,17 @@ class Handler(KeepsAlive, JsonHandler, server.APIHandler):
             end = (self.stream_reply if values["stream"] else self.send_reply)(encoder, events, headers)
         finally:
             events.close()
-        self.log_reply(end, time.monotonic() - begun)
+        self.log_reply(end)
 
     def send_reply(self, encoder, events, headers):
         seen = [event for event in events if event is not None]
         self.send_json(200, encoder.body(seen), headers)
         return seen[-1]
 
-    def log_reply(self, end: Finished, seconds: float):
-        logging.info(
-            "%s %d %.2fs %d -> %d tokens, %d cached, %.1f tokens/s, %s",
-            self.path,
-            self.status,
-            seconds,
-            end.prompt_tokens,
-            end.completion_tokens,
-            max(end.cached_tokens, 0),
-            end.completion_tokens / seconds,
-            end.reason,
-        )
+    def log_reply(self, end: Finished):
+        seconds = time.monotonic() - self.begun
+        counts = f"{end.prompt_tokens} -> {end.completion_tokens} tokens, {max(end.cached_tokens, 0)} cached"
+        self.log_line(f"{counts}, {end.completion_tokens / seconds:.1f} tokens/s, {end.reason}")
 
 
 def run(host: str, port: int, provider: Provider) -> None:

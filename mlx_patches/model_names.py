@@ -18,6 +18,7 @@ from localServerCommon import Refused
 from mlx_patches import demo_model
 
 DEMO = "demo"
+NOT_FOUND = "model_not_found"
 FLAGS = (
     ("--any-model-name", {"action": "store_true", "help": "Serve the loaded model whatever name a request uses"}),
     (
@@ -44,9 +45,18 @@ def name_to_load(asked: str, flags: Any) -> str:
     raise Refused(
         f"model {asked!r} is not served here; served: {', '.join(names)}",
         param="model",
-        code="model_not_found",
+        code=NOT_FOUND,
         status=404,
     )
+
+
+def choose(model: Any, flags: Any) -> None:
+    """Turn the names in `model` (mlx_lm's ModelDescription) into what it should load. Raises Refused (404)."""
+    model.model = name_to_load(model.model, flags)
+    if not flags.load_on_request and model.draft not in ("default_model", flags.draft_model):
+        raise Refused(
+            f"draft_model {model.draft!r} is not served here", param="draft_model", code=NOT_FOUND, status=404
+        )
 
 
 def model_list(flags: Any, created: int, wanted: str | None = None) -> dict:

@@ -14,12 +14,13 @@ the content it made; while the newest tokens may yet be a marker they wait.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from queue import Empty, Queue
 from typing import Any, NamedTuple
 
 from localServerCommon import Refused, finite
-from mlx_patches.reply_format import ANSWER, REASONING
+from mlx_patches.reply_format import ANSWER, MARKER, REASONING, Part
 from mlx_patches.stop_strings import StopStrings
 
 
@@ -30,10 +31,6 @@ class TokenLogprob(NamedTuple):
     data: bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
-
-
-NO_ENTRY = TokenLogprob(-1, b"", 0.0)
-"""Stands for a token where no log-probabilities are asked for."""
 
 
 class Started(NamedTuple):
@@ -74,6 +71,17 @@ class Finished(NamedTuple):
     reasoning_tokens: int
 
 
+class _Token:
+    """A token while it is being told what it is. `left`: undecided units; `end`: content up to its last character."""
+
+    __slots__ = ("end", "entry", "kinds", "left", "real")
+
+    def __init__(self, entry: TokenLogprob | None, left: int, real: bool = True):
+        self.entry, self.left, self.real = entry, left, real
+        self.kinds: Counter[str] = Counter()
+        self.end = 0
+
+
 class ReplyReader:
     """Reads one reply's `mlx_lm.server.Response`s, one `read` each, until `finish_reason` is set."""
 
@@ -92,8 +100,10 @@ class ReplyReader:
         self._logprobs = logprobs
         self._state = splitter.first
         self._kind = splitter.kind(self._state)
-        self._waiting: list[TokenLogprob] = []
-        self._entries: list[TokenLogprob] = []
+        self._open: deque[_Token] = deque()  # tokens of which not all is decided
+        self._listed: deque[_Token] = deque()  # tokens of content whose text is not all sent
+        self._said = 0  # characters of content, sent or held back
+        self._sent = 0  # characters of content that are sent
         self._held = ""
         self._call_text = ""
         self._calls = 0
@@ -114,27 +124,13 @@ class ReplyReader:
     def _read(self, response: Any) -> Iterator[Any]:
         if response.finish_reason == "stop":
             # The end token is no text, but its response carries what mlx_lm's detokenizer still held.
-            self._state, pieces = self._splitter.last(self._state, response.text)
-            yield from self._emit(pieces)
-            return
-        self._state, pieces, marker = self._splitter.split(self._state, response.token, response.text)
-        self._count(response, marker, pieces)
-        yield from self._emit(pieces)
-
-    def _count(self, response: Any, marker: bool, pieces: list) -> None:
-        """Decide what the newest tokens were: part of a marker, or of the text around it."""
-        self._waiting.append(self._entry(response) if self._logprobs else NO_ENTRY)
-        if marker:
-            # Text after the marker in the same token makes that token count as what follows.
-            self._waiting = self._waiting[-1:] if pieces and pieces[-1][1] else []
-        if self._splitter.undecided(self._state):
-            return
-        kind = self._splitter.kind(self._state)
-        if kind == REASONING:
-            self.reasoning_tokens += len(self._waiting)
-        elif kind == ANSWER and self._logprobs:
-            self._entries += self._waiting
-        self._waiting = []
+            self._open.append(_Token(None, len(response.text), real=False))
+            self._state, parts = self._splitter.last(self._state, response.text)
+        else:
+            entry = self._entry(response) if self._logprobs else None
+            self._open.append(_Token(entry, self._splitter.units(response.text)))
+            self._state, parts = self._splitter.split(self._state, response.token, response.text)
+        yield from self._emit(parts)
 
     def _entry(self, response: Any) -> TokenLogprob:
         top = sorted(response.top_tokens, key=lambda entry: -entry["logprob"])
@@ -145,40 +141,75 @@ class ReplyReader:
             tuple(TokenLogprob(e["id"], self._token_bytes(e["id"]), finite(e["logprob"])) for e in top),
         )
 
-    def _emit(self, pieces: list) -> Iterator[Any]:
-        for kind, text in pieces:
-            if self._kind == "tool" and kind != "tool":
+    def _attribute(self, part: Part) -> None:
+        """Say of which tokens `part` is: a token is what most of it is."""
+        taken = 0
+        while taken < part.units:
+            token = self._open[0]
+            share = min(token.left, part.units - taken)
+            taken += share
+            token.left -= share
+            token.kinds[part.kind] += share
+            if part.kind == ANSWER:
+                token.end = self._said + len(part.text) * taken // part.units
+            if token.left:
+                break
+            self._settle(self._open.popleft(), part.kind)
+        if part.kind == ANSWER:
+            self._said += len(part.text)
+
+    def _settle(self, token: _Token, kind: str) -> None:
+        # Content comes first in a draw. A token without text of its own goes with what follows it.
+        most = max(token.kinds.values(), default=0)
+        kinds = {name for name, units in token.kinds.items() if units == most} if most else {kind}
+        if ANSWER in kinds:
+            self._listed.append(token)
+        elif REASONING in kinds and token.real:
+            self.reasoning_tokens += 1
+
+    def _emit(self, parts: list[Part]) -> Iterator[Any]:
+        for part in parts:
+            self._attribute(part)
+            if part.kind == MARKER:
+                continue
+            if self._kind == "tool" and part.kind != "tool":
                 yield from self._call()
-            self._kind = kind
-            if kind == REASONING and text:
-                yield Reasoning(text)
-            elif kind == "tool":
-                self._call_text += text
-            elif kind == ANSWER:
-                yield from self._content(text)
+            self._kind = part.kind
+            if part.kind == REASONING and part.text:
+                yield Reasoning(part.text)
+            elif part.kind == "tool":
+                self._call_text += part.text
+            elif part.kind == ANSWER:
+                yield from self._content(part.text)
                 if self._stopped:
                     return
 
     def _content(self, text: str) -> Iterator[Content]:
         if self._stops is not None:
             text, self._held, self._stopped = self._stops.cut(self._held, text)
-        if self._held or self._stopped:
-            # Log-probabilities of text held back wait with it; those of a stop string are never sent.
-            if text:
-                yield Content(text)
-            return
-        if text or self._entries:
-            yield Content(text, tuple(self._entries))
-            self._entries = []
+        # A token that holds any of a stop string is never listed.
+        sent = self._said - len(self._held)
+        if self._stopped:
+            sent = self._sent + len(text)
+        self._sent = sent
+        yield from self._content_event(text)
+
+    def _content_event(self, text: str) -> Iterator[Content]:
+        entries = []
+        while self._listed and self._listed[0].end <= self._sent:
+            if (entry := self._listed.popleft().entry) is not None:
+                entries.append(entry)
+        if text or entries:
+            yield Content(text, tuple(entries))
 
     def _finish(self) -> Iterator[Any]:
         yield from self._emit(self._splitter.flush(self._state))
         if self._stopped:
             return
-        if self._splitter.kind(self._state) == ANSWER and self._logprobs:
-            self._entries += self._waiting
-        if self._held or self._entries:
-            yield Content(self._held, tuple(self._entries))
+        while self._open:
+            self._settle(self._open.popleft(), self._splitter.kind(self._state))
+        text, self._held, self._sent = self._held, "", self._said
+        yield from self._content_event(text)
         if self._kind == "tool" and self._call_text:
             yield from self._call()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,19 @@ from mlx_patches.token_masks import row_of
 
 START, REASONING, ANSWER = "start", "reasoning", "normal"
 
-Pieces = list[tuple[str, str]]
-"""(kind, text) in order; kind is "reasoning", "normal", "tool", or a state of mlx_lm's whose text is dropped."""
+MARKER = "marker"
+
+
+class Part(NamedTuple):
+    """A stretch of a reply that is decided. `kind`: "reasoning", "normal", "tool", MARKER, or a state of mlx_lm's whose
+    text is dropped. `units`: how much of the tokens it took, as the splitter's `units` counts them."""
+
+    kind: str
+    text: str
+    units: int
+
+
+Parts = list[Part]
 
 
 class TokenState(NamedTuple):
@@ -41,75 +53,80 @@ class TokenSplitter:
         self._bytes = token_bytes
         self.first = TokenState(phase)
 
-    def split(self, state: TokenState, token: int, text: str = "") -> tuple[TokenState, Pieces, bool]:
-        """(state after `token`, pieces it made final, whether it completed a marker). `text` is not used."""
+    def units(self, text: str) -> int:
+        return 1
+
+    def split(self, state: TokenState, token: int, text: str = "") -> tuple[TokenState, Parts]:
+        """(state after `token`, the parts it decided). `text` is not used."""
         phase, matched, pending = state
         if phase == ANSWER:
             text, pending = decode(pending + self._bytes(token))
-            return TokenState(ANSWER, 0, pending), [(ANSWER, text)], False
+            return TokenState(ANSWER, 0, pending), [Part(ANSWER, text, 1)]
         if phase == START:
             if token != self.opening[matched]:
-                data = b"".join(map(self._bytes, (*self.opening[:matched], token)))
-                text, pending = decode(data)
-                return TokenState(ANSWER, 0, pending), [(ANSWER, text)], False
+                text, pending = decode(b"".join(map(self._bytes, (*self.opening[:matched], token))))
+                return TokenState(ANSWER, 0, pending), [Part(ANSWER, text, matched + 1)]
             if matched + 1 == len(self.opening):
-                return TokenState(REASONING), [], True
-            return TokenState(START, matched + 1), [], False
+                return TokenState(REASONING), [Part(MARKER, "", len(self.opening))]
+            return TokenState(START, matched + 1), []
         seen = (*self.closing[:matched], token)
         matched = next(n for n in range(len(seen), -1, -1) if seen[len(seen) - n :] == self.closing[:n])
-        pending += b"".join(map(self._bytes, seen[: len(seen) - matched]))
+        released = len(seen) - matched
+        pending += b"".join(map(self._bytes, seen[:released]))
         if matched == len(self.closing):
-            return TokenState(ANSWER), [(REASONING, pending.decode("utf-8", "replace"))], True
+            text = pending.decode("utf-8", "replace")
+            return TokenState(ANSWER), [Part(REASONING, text, released), Part(MARKER, "", matched)]
         text, pending = decode(pending)
-        return TokenState(REASONING, matched, pending), [(REASONING, text)], False
+        return TokenState(REASONING, matched, pending), [Part(REASONING, text, released)]
 
-    def last(self, state: TokenState, text: str) -> tuple[TokenState, Pieces]:
-        """(`state`, pieces) for text that came with the end token; here it was read from its own token before."""
+    def last(self, state: TokenState, text: str) -> tuple[TokenState, Parts]:
+        """(`state`, parts) for text that came with the end token; here it was read from its own token before."""
         return state, []
 
-    def flush(self, state: TokenState) -> Pieces:
+    def flush(self, state: TokenState) -> Parts:
         """What is still held back when the reply ends at `state`."""
         marker = {START: self.opening, REASONING: self.closing}.get(state.phase, ())[: state.matched]
         data = state.pending + b"".join(map(self._bytes, marker))
-        return [(self.kind(state), data.decode("utf-8", "replace"))]
+        return [Part(self.kind(state), data.decode("utf-8", "replace"), len(marker))]
 
     @staticmethod
     def kind(state: TokenState) -> str:
         return REASONING if state.phase == REASONING else ANSWER
 
-    @staticmethod
-    def undecided(state: TokenState) -> bool:
-        """Whether the newest tokens may yet turn out to be a marker."""
-        return state.matched > 0
-
 
 class TextSplitter:
-    """mlx_lm's TextStateMachine behind the same calls."""
+    """mlx_lm's TextStateMachine behind the same calls; its units are characters."""
 
     def __init__(self, machine, initial: str):
         self._machine = machine
         self.first = machine.make_state(initial)
 
-    def split(self, state: tuple, token: int, text: str) -> tuple[tuple, Pieces, bool]:
-        if state[0] is None:
-            return state, [], False
-        state, pieces = self._machine.split(state, text)
-        return state, pieces, len(pieces) > 1
+    def units(self, text: str) -> int:
+        return len(text)
 
-    def last(self, state: tuple, text: str) -> tuple[tuple, Pieces]:
-        state, pieces, _ = self.split(state, 0, text)
-        return state, pieces
+    def split(self, state: tuple, token: int, text: str) -> tuple[tuple, Parts]:
+        after, pieces = self._machine.split(state, text)
+        if len(pieces) > 2:  # several markers in one token: letter by letter there is one at a time
+            parts: Parts = []
+            for letter in text:
+                state, more = self.split(state, token, letter)
+                parts += more
+            return state, parts
+        parts = [Part(kind, piece, len(piece)) for kind, piece in pieces]
+        if len(parts) == 2:
+            marker = len(state[3]) + len(text) - len(after[3]) - parts[0].units - parts[1].units
+            parts.insert(1, Part(MARKER, "", marker))
+        return after, parts
 
-    def flush(self, state: tuple) -> Pieces:
-        return [(state[0], state[3])]
+    def last(self, state: tuple, text: str) -> tuple[tuple, Parts]:
+        return self.split(state, 0, text)
+
+    def flush(self, state: tuple) -> Parts:
+        return [Part(state[0], state[3], len(state[3]))]
 
     @staticmethod
     def kind(state: tuple) -> str:
         return state[0]
-
-    @staticmethod
-    def undecided(state: tuple) -> bool:
-        return bool(state[3])
 
 
 def decode(data: bytes) -> tuple[str, bytes]:
@@ -127,6 +144,10 @@ class ReplyFormat:
         self.width = width
         self.named = min(width, named_tokens(tokenizer))
         self.end_tokens = frozenset(token for token in tokenizer.eos_token_ids if token < width)
+        # How the vocabulary is written: byte-level BPE has a letter for each byte, SentencePiece a bar for a blank.
+        vocabulary = tokenizer.get_vocab()
+        self._byte_level = "\u0120" in vocabulary and "\u2581" not in vocabulary
+        self._sentencepiece = not self._byte_level and "\u2581" in vocabulary
         self._bytes: dict[int, bytes] = {}
         self._rows: dict[tuple[str, int], mx.array] = {}
 
@@ -138,17 +159,15 @@ class ReplyFormat:
         return data
 
     def _spell(self, token: int) -> bytes:
-        # The detokenizer mlx_lm chose knows how this vocabulary is written: byte-level BPE, SentencePiece, or neither.
-        detokenizer = self.tokenizer.detokenizer
-        pieces = getattr(detokenizer, "tokenmap", None)
-        if pieces is None:
-            return self.tokenizer.decode([token]).encode()
-        piece = pieces[token] if token < len(pieces) else None
+        piece = self.tokenizer.convert_ids_to_tokens(token) if token < self.named else None
         if piece is None:
             return b""
-        if isinstance(piece, bytes):
-            return piece.replace(detokenizer._sep, b" ")
-        return detokenizer_bytes(piece)
+        if self._byte_level:
+            return byte_level(piece)
+        if self._sentencepiece:
+            byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
+            return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
+        return self.tokenizer.decode([token]).encode()
 
     def end_row(self, width: int) -> mx.array:
         """A mask, shape (width,), that allows only the end of the reply."""
@@ -163,31 +182,34 @@ class ReplyFormat:
             self._rows[name, width] = row_of(tokens, width)
         return self._rows[name, width]
 
-    def splitter_under_grammar(self, prompt: list[int], initial_state: str, thinking: bool) -> TokenSplitter:
+    def opened_by_template(self, prompt: list[int]) -> bool:
+        """Whether the prompt leaves thinking open: nothing but white space follows an opening marker.
+
+        mlx_lm's `_tokenize` looks for the last marker anywhere, so a user who names one opens it there.
+        """
+        return self._ends_with(prompt, self.tokenizer.rfind_think_start, self.tokenizer.think_start_tokens)
+
+    def splitter_under_grammar(self, prompt: list[int], thinking: bool) -> TokenSplitter:
         """The reading of a reply that is held to a grammar after its thinking.
 
-        `initial_state` is what mlx_lm's `_tokenize` found ("reasoning": the template opened the block); `thinking` is
-        false where the request or the endpoint rules it out.
+        `thinking` is false where the request or the endpoint rules it out.
         """
         opening, closing = self.tokenizer.think_start_tokens, self.tokenizer.think_end_tokens
-        if not opening:
-            phase = ANSWER
-        elif initial_state == "reasoning":
+        phase = ANSWER
+        if opening and thinking and self.opened_by_template(prompt):
             phase = REASONING
-        else:
-            phase = START if thinking and not self._closed_by_template(prompt) else ANSWER
+        elif opening and thinking and not self._ends_with(prompt, self.tokenizer.rfind_think_end, closing):
+            phase = START
         return TokenSplitter(opening or (), closing or (), self.token_bytes, phase)
 
-    def _closed_by_template(self, prompt: list[int]) -> bool:
-        """Whether the prompt ends with a closed thinking block and nothing but white space after it."""
-        end = self.tokenizer.rfind_think_end(prompt)
-        if end < 0:
-            return False
-        rest = prompt[end + len(self.tokenizer.think_end_tokens) :]
-        return len(rest) <= 8 and not b"".join(map(self.token_bytes, rest)).strip()
+    def _ends_with(self, prompt: list[int], rfind, marker: tuple[int, ...]) -> bool:
+        """Whether nothing but white space (of a few tokens) follows the last `marker` of the prompt."""
+        at = rfind(prompt)
+        rest = prompt[at + len(marker) :]
+        return at >= 0 and len(rest) <= 8 and not b"".join(map(self.token_bytes, rest)).strip()
 
 
-def detokenizer_bytes(piece: str) -> bytes:
+def byte_level(piece: str) -> bytes:
     """The bytes of a token of a byte-level BPE vocabulary; a name with any other character stands for itself."""
     from mlx_lm.tokenizer_utils import _byte_decoder
 

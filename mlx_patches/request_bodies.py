@@ -150,13 +150,21 @@ def read_ask(body: dict, values: dict[str, Any]) -> Ask:
 
 
 def read_messages(body: dict) -> list[dict]:
-    """`messages`: a list of objects, not empty, each with a role. Raises Refused (400)."""
+    """`messages`: a list of objects, not empty, each with a role and, if any, a content of text or parts.
+
+    Raises Refused (400).
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages must be a list that is not empty", param="messages")
     for i, message in enumerate(messages):
+        at = f"messages[{i}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(f"messages[{i}] must be an object with a role", param=f"messages[{i}]")
+            raise Refused(f"{at} must be an object with a role", param=at)
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if not isinstance(content, str | list | None) or not all(isinstance(part, dict) for part in parts):
+            raise Refused(f"{at}.content must be a string or a list of parts", param=f"{at}.content")
     return messages
 
 

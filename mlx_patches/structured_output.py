@@ -21,11 +21,12 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from threading import Lock, Thread
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, hf
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from transformers import PreTrainedTokenizerFast
 
@@ -247,12 +248,36 @@ def build_tokenizer(tokenizer: Any, width: int, end_tokens: Iterable[int]) -> LL
         size = 1 + max(plain.get_vocab().values())
         if not isinstance(plain, PreTrainedTokenizerFast):
             return LLTokenizer(TokenizerWrapper(_Vocabulary(plain, width, ends)), n_vocab=width, eos_token=ends)
-        whole = hf.from_tokenizer(plain, n_vocab=max(size, width), eos_token=ends)
+        whole = LLTokenizer(_spec(plain), n_vocab=max(size, width), eos_token=ends)
         if size <= width:
             return whole
         return LLTokenizer(TokenizerWrapper(_Vocabulary(plain, width, ends, whole)), n_vocab=width, eos_token=ends)
     except Exception as fault:
         raise Refused(f"structured output cannot read this model's tokenizer: {short(str(fault))}") from fault
+
+
+def _spec(plain: PreTrainedTokenizerFast) -> str:
+    """`plain` as tokenizer.json has it, where added tokens such as Qwen's `<think>` are words like others.
+
+    llguidance takes every added token in angle brackets for a special one, which no string of JSON may hold.
+    """
+    backend = copy(plain.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    text = backend.to_str()
+    words = {
+        added.content: token
+        for token, added in plain.added_tokens_decoder.items()
+        if not added.special and added.content.startswith("<") and added.content.endswith(">")
+    }
+    spec = json.loads(text) if words else {}
+    vocabulary = spec.get("model", {}).get("vocab")
+    if not isinstance(vocabulary, dict) or not all(word.isascii() and " " not in word for word in words):
+        return text
+    # All get their ids in the vocabulary itself: the tokenizers library numbers those it does not find there anew.
+    vocabulary.update((added["content"], added["id"]) for added in spec["added_tokens"])
+    spec["added_tokens"] = [added for added in spec["added_tokens"] if added["content"] not in words]
+    return json.dumps(spec, ensure_ascii=False)
 
 
 class _Vocabulary:

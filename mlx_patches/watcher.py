@@ -144,6 +144,8 @@ class Watcher:
 
     def _judge(self, mark: Mark, token: int) -> Mark:
         if token in self._form.end_tokens:
+            if self._matcher is not None and not mark.stopped and not self._may_end(mark):
+                raise RuntimeError(f"the reply ended with token {token} before the grammar did")
             return mark._replace(ended=True)
         if self._matcher is None:
             return self._scan(mark, token)
@@ -163,16 +165,22 @@ class Watcher:
             self._feed_up_to(mark)
         return mark
 
+    def _may_end(self, mark: Mark) -> bool:
+        phase = mark.reading.phase
+        return (
+            phase != REASONING and len(self._fed) == len(self._taken) - 1 - mark.begin and self._matcher.is_accepting()
+        )
+
     def _scan(self, mark: Mark, token: int) -> Mark:
         text, pending = "", b""
         if not isinstance(self._splitter, TokenSplitter):
             text, pending = decode(mark.pending + self._form.token_bytes(token))
-        reading, pieces, _ = self._splitter.split(mark.reading, token, text)
+        reading, parts = self._splitter.split(mark.reading, token, text)
         tail, stopped = mark.tail, mark.stopped
         if self._stops is not None:
-            for kind, piece in pieces:
-                if kind == ANSWER and not stopped:
-                    tail, stopped = self._stops.scan(tail, piece)
+            for part in parts:
+                if part.kind == ANSWER and not stopped:
+                    tail, stopped = self._stops.scan(tail, part.text)
         return mark._replace(reading=reading, tail=tail, pending=pending, stopped=stopped)
 
     def _feed(self, token: int) -> None:
@@ -248,7 +256,7 @@ class WatchesReplies:
             matcher = provider.grammars.matcher(ask.grammar)
             kwargs = {**provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
             thinking = request.request_type == "chat" and kwargs.get("enable_thinking") is not False
-            args.splitter = form.splitter_under_grammar(prompt, initial_state, thinking)
+            args.splitter = form.splitter_under_grammar(prompt, thinking)
         else:
             _, machine = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
             args.splitter = TextSplitter(machine, initial_state)

@@ -48,12 +48,12 @@ class Sent:
 
 
 def one_call(texts):
-    """As mlx_lm's formatter: broken texts are dropped."""
+    """As mlx_lm's formatter should: texts that are no call are dropped."""
     try:
-        calls = [json.loads(text) for text in texts]
-    except ValueError:
+        calls = [(call["name"], json.dumps(call["args"])) for call in map(json.loads, texts)]
+    except (ValueError, KeyError):
         return []
-    return [{"id": "c", "function": {"name": call["name"], "arguments": json.dumps(call["args"])}} for call in calls]
+    return [{"id": "c", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
 
 
 def read(tokens, *, stops=(), initial="normal", end="stop", last="", splitter=None, spell=None, logprobs=True):

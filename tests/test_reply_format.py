@@ -5,6 +5,7 @@ themselves) and tokens that cut characters. The bytes of tokens are held against
 byte-level BPE of the tiny models, and a SentencePiece-style BPE with byte fallback that is made here.
 """
 
+import itertools
 import json
 
 import mlx.core as mx
@@ -19,8 +20,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, tra
 
 from mlx_patches.reply_format import (
     ANSWER,
+    MARKER,
     REASONING,
     START,
+    Part,
     ReplyFormat,
     TextSplitter,
     TokenSplitter,
@@ -55,14 +58,20 @@ def read_at_once(opening, closing, phase, tokens):
     return text_of(tokens), "", markers
 
 
+def said(parts):
+    """(kind, text) of the parts that are not markers."""
+    return [part[:2] for part in parts if part.kind != MARKER]
+
+
 def follow(splitter, tokens, state=None):
     """(pieces, states, markers completed) of tokens taken one by one."""
     states, pieces, markers = [splitter.first if state is None else state], [], 0
     for token in tokens:
-        state, new, marker = splitter.split(states[-1], token)
+        state, parts = splitter.split(states[-1], token)
+        new = said(parts)
         states.append(state)
         pieces += new
-        markers += marker
+        markers += len(parts) - len(new)
     return pieces, states, markers
 
 
@@ -70,13 +79,13 @@ def joined(pieces, kind):
     return "".join(text for k, text in pieces if k == kind)
 
 
-MARKER = st.lists(TOKENS, min_size=1, max_size=4).map(tuple)
+MARKERS = st.lists(TOKENS, min_size=1, max_size=4).map(tuple)
 
 
 @st.composite
 def replies(draw):
     """Markers, a phase, and tokens in which markers and their beginnings are frequent."""
-    opening, closing = draw(MARKER), draw(MARKER)
+    opening, closing = draw(MARKERS), draw(MARKERS)
     part = st.one_of(
         TOKENS.map(lambda t: (t,)),
         st.sampled_from([opening, closing]),
@@ -91,7 +100,7 @@ def test_pieces_are_what_a_reading_of_the_whole_reply_gives(reply):
     opening, closing, phase, tokens = reply
     splitter = TokenSplitter(opening, closing, BYTES.__getitem__, phase)
     pieces, states, markers = follow(splitter, tokens)
-    pieces += splitter.flush(states[-1])
+    pieces += said(splitter.flush(states[-1]))
     reasoning, answer, read = read_at_once(*reply)
     assert {kind for kind, _ in pieces} <= {REASONING, ANSWER}
     assert (joined(pieces, REASONING), joined(pieces, ANSWER), markers) == (reasoning, answer, len(read))
@@ -116,11 +125,10 @@ def test_nothing_of_a_marker_or_a_character_is_shown_before_it_is_whole(reply):
     opening, closing, phase, tokens = reply
     splitter = TokenSplitter(opening, closing, BYTES.__getitem__, phase)
     for n in range(len(tokens) + 1):
-        pieces, states, _ = follow(splitter, tokens[:n])
+        pieces, _, _ = follow(splitter, tokens[:n])
         shown = {kind: joined(pieces, kind) for kind in (REASONING, ANSWER)}
         final = dict(zip((REASONING, ANSWER), read_at_once(*reply)[:2], strict=True))
         assert all(final[kind].startswith(text) for kind, text in shown.items())
-        assert splitter.undecided(states[-1]) == (states[-1].matched > 0)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +145,14 @@ def test_markers_are_tokens_not_text(phase, tokens, reasoning, answer):
     spell = [*BYTES, b"[", b"]"].__getitem__
     splitter = TokenSplitter((10,), (11,), spell, phase)
     pieces, states, _ = follow(splitter, tokens)
-    pieces += splitter.flush(states[-1])
+    pieces += said(splitter.flush(states[-1]))
     assert (joined(pieces, REASONING), joined(pieces, ANSWER)) == (reasoning, answer)
 
 
 def test_a_model_without_markers_only_answers():
     splitter = TokenSplitter((), (), BYTES.__getitem__, ANSWER)
     pieces, states, markers = follow(splitter, [0, 4, 5])
-    assert (joined(pieces, ANSWER), markers, splitter.flush(states[-1])) == ("aé", 0, [(ANSWER, "")])
+    assert (joined(pieces, ANSWER), markers, said(splitter.flush(states[-1]))) == ("aé", 0, [(ANSWER, "")])
     assert splitter.last(states[-1], "ignored") == (states[-1], [])
 
 
@@ -310,7 +318,7 @@ def test_the_prompt_decides_where_a_reply_begins(styles, style, on, off, message
     form = ReplyFormat(tokenizer, len(tokenizer))
     for thinking, phase in ((True, on), (False, off)):
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=thinking)
-        splitter = form.splitter_under_grammar(prompt, first_state(tokenizer, prompt), True)
+        splitter = form.splitter_under_grammar(prompt, True)
         assert splitter.first == TokenState(phase)
         assert splitter.opening == (tokenizer.think_start_tokens or ())
 
@@ -321,7 +329,7 @@ def test_a_request_without_thinking_begins_with_the_answer(styles, style, thinki
     tokenizer = styles[style]
     form = ReplyFormat(tokenizer, len(tokenizer))
     prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True)
-    assert form.splitter_under_grammar(prompt, "normal", thinking).first.phase == phase
+    assert form.splitter_under_grammar(prompt, thinking).first.phase == phase
 
 
 @pytest.mark.parametrize(
@@ -331,7 +339,7 @@ def test_a_block_is_closed_when_only_white_space_follows_it(styles, rest, phase)
     tokenizer = styles["think"]
     form = ReplyFormat(tokenizer, len(tokenizer))
     prompt = tokenizer.encode("<|im_start|>assistant\n<think>\n\n</think>" + rest)
-    assert form.splitter_under_grammar(prompt, "normal", True).first.phase == phase
+    assert form.splitter_under_grammar(prompt, True).first.phase == phase
 
 
 # TextSplitter
@@ -339,12 +347,21 @@ def test_a_block_is_closed_when_only_white_space_follows_it(styles, rest, phase)
 
 def test_the_text_splitter_goes_back_too(styles):
     splitter = TextSplitter(make_text_state_machine(styles["think"], []), "reasoning")
-    state, pieces, _ = splitter.split(splitter.first, 0, "Hmm.</th")
-    assert (splitter.kind(state), pieces, splitter.undecided(state)) == (REASONING, [(REASONING, "Hmm.")], True)
-    marked, more, marker = splitter.split(state, 0, "ink>Yes")
-    assert (splitter.kind(marked), marker) == (ANSWER, True)
-    assert joined(more, ANSWER) == "Yes"
-    _, other, marker = splitter.split(state, 0, "is")
-    assert (joined(other, REASONING), marker) == ("</this", False)
-    assert splitter.flush(state) == [(REASONING, "</th")]
-    assert splitter.split(state, 0, "ink>Yes")[:2] == (marked, more)
+    state, parts = splitter.split(splitter.first, 0, "Hmm.</th")
+    assert (splitter.kind(state), parts) == (REASONING, [Part(REASONING, "Hmm.", 4)])
+    marked, more = splitter.split(state, 0, "ink>Yes")
+    assert (splitter.kind(marked), more[1:]) == (ANSWER, [Part(MARKER, "", 8), Part(ANSWER, "Yes", 3)])
+    assert joined(said(splitter.split(state, 0, "is")[1]), REASONING) == "</this"
+    assert said(splitter.flush(state)) == [(REASONING, "</th")]
+    assert splitter.split(state, 0, "ink>Yes") == (marked, more)
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "th", "a", "é"]), max_size=8), st.data())
+def test_the_units_of_the_text_splitter_are_all_letters(styles, words, data):
+    splitter = TextSplitter(make_text_state_machine(styles["think"], []), "normal")
+    text, state, units = "".join(words), splitter.first, 0
+    edges = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text)), max_size=4))})
+    for begin, end in itertools.pairwise(edges):
+        state, parts = splitter.split(state, 0, text[begin:end])
+        units += sum(part.units for part in parts)
+        assert units + sum(part.units for part in splitter.flush(state)) == end

@@ -21,21 +21,22 @@ WIDTHS = [1, 7, 8, 9, 31, 32, 33, 63, 65, 255, 257, 1000]
 
 
 class Writer:
-    """What TokenMask needs of an LLMatcher: it writes one bit a token into the buffer it is pointed to."""
+    """What TokenMask needs of an LLMatcher: it writes one bit a token into the buffer it is pointed to, and ones into
+    the bits of the last word that stand for no token."""
 
-    def __init__(self, allowed):
-        self.allowed = allowed
+    def __init__(self, allowed, width):
+        self.allowed, self.width = allowed, width
 
     def unsafe_compute_mask_ptr(self, address, size):
         words = [0] * (size // 4)
-        for token in self.allowed:
+        for token in (*self.allowed, *range(self.width, 32 * len(words))):
             words[token // 32] |= 1 << (token % 32)
         ctypes.memmove(address, (ctypes.c_uint32 * len(words))(*words), size)
 
 
 def filled(width, allowed):
     mask = TokenMask(width)
-    mask.fill(Writer(allowed))
+    mask.fill(Writer(allowed, width))
     return mask
 
 
@@ -76,17 +77,17 @@ def test_an_added_token_joins_what_was_filled(data):
     for token in added:
         mask.add(token)
     assert tokens_of(mask.row(width)) == sorted(allowed | set(added))
-    mask.fill(Writer(allowed))
+    mask.fill(Writer(allowed, width))
     assert tokens_of(mask.row(width)) == sorted(allowed)
 
 
 def test_an_equal_mask_keeps_its_array_and_another_does_not_change_it():
     mask = filled(40, {1, 39})
     first = mask.row(40)
-    mask.fill(Writer({1, 39}))
+    mask.fill(Writer({1, 39}, 40))
     assert mask.row(40) is first
     assert mask.row(41) is not first and tokens_of(mask.row(41)) == [1, 39]
-    mask.fill(Writer({2}))
+    mask.fill(Writer({2}, 40))
     assert tokens_of(mask.row(40)) == [2]
     assert tokens_of(first) == [1, 39]
 

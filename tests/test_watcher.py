@@ -147,11 +147,16 @@ PLACES = {  # what is said before the guesses, the wrong guesses, what is said i
 }
 
 
+THOUGHT = "<|open|>think<|sep|>Hmm<|close|>think<|sep|>"
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT], ids=["at once", "after thinking"])
 @pytest.mark.parametrize("place", PLACES)
-def test_rejected_guesses_leave_no_trace(models, place):
+def test_rejected_guesses_leave_no_trace(models, place, thought):
     model = models["xtml"]
     width = model.form.width
-    said, wrong, instead = map(model.ids, PLACES[place])
+    said, wrong, instead = PLACES[place]
+    said, wrong, instead = map(model.ids, (thought + said if said.startswith("{") else said, wrong, instead))
     fresh = walk(model.watcher(phase=START, stops=("stop",)), said + instead, width)
     guesses = max(len(wrong), len(instead)) + 1
     watcher = model.watcher(phase=START, stops=("stop",), guesses=guesses)
@@ -164,6 +169,33 @@ def test_rejected_guesses_leave_no_trace(models, place):
     for n in range(1, len(wrong) + 1):  # and once more, from where that ended
         allowed(watcher, said + wrong[:n], width)
     assert allowed(watcher, said + instead, width) == fresh[-1]
+
+
+class Broken:
+    """Stands where a matcher or splitter is expected; the named call raises, or gives `result`."""
+
+    def __init__(self, inner, name, result=None):
+        self._inner, self._name, self._result = inner, name, result
+
+    def __getattr__(self, name):
+        if name == self._name and self._result is None:
+            raise MemoryError(f"{name} broke")
+        return (lambda *_: self._result) if name == self._name else getattr(self._inner, name)
+
+    def deep_copy(self):
+        return Broken(self._inner.deep_copy(), self._name, self._result)
+
+
+def test_a_matcher_that_cannot_go_back_is_started_anew(models):
+    model = models["xtml"]
+    width, thought = model.form.width, model.ids(THOUGHT)
+    said, wrong, instead = model.ids('{"a": "one'), model.ids(" two"), model.ids('"}')
+    matcher = Broken(LLMatcher(model.grammar_side, GRAMMARS["schema"], log_level=0), "rollback", False)
+    watcher = model.watcher(matcher, START, guesses=4)
+    walk(watcher, thought + said + wrong, width)
+    fresh = walk(model.watcher("schema", START), thought + said + instead, width)
+    for n in range(len(said), len(said + instead) + 1):
+        assert allowed(watcher, thought + (said + instead)[:n], width) == fresh[len(thought) + n]
 
 
 def test_all_guesses_accepted_then_two_tokens_at_once(models):
@@ -229,10 +261,11 @@ def choose(model, may, number):
     style=st.sampled_from(STYLES),
     grammar=st.sampled_from(sorted(GRAMMARS)),
     phase=st.sampled_from([START, REASONING, ANSWER]),
+    thought=st.booleans(),
     stops=st.sampled_from([(), ("e",), ("on", "st")]),
     calls=st.lists(pulls(), max_size=12),
 )
-def test_any_rewind_gives_what_a_fresh_watcher_gives(models, style, grammar, phase, stops, calls):
+def test_any_rewind_gives_what_a_fresh_watcher_gives(models, style, grammar, phase, thought, stops, calls):
     model = models[style]
     phase = ANSWER if style == "plain" else phase
     grammar = "words" if grammar == "markers" and style != "xtml" else grammar
@@ -243,8 +276,11 @@ def test_any_rewind_gives_what_a_fresh_watcher_gives(models, style, grammar, pha
 
     guesses = 6
     watcher = model.watcher(grammar, phase, stops=stops, guesses=guesses)
-    assert allowed(watcher, [], width) == fresh([])
     reply = []
+    if thought and phase != ANSWER:
+        opening, closing = model.tokenizer.think_start_tokens, model.tokenizer.think_end_tokens
+        reply = [*(opening if phase == START else ()), *model.ids("Hmm"), *closing]
+    assert walk(watcher, reply, width)[-1] == fresh(reply)
     for back, numbers in calls:
         reply = reply[: max(0, len(reply) - back)]
         for number in numbers:
@@ -289,21 +325,6 @@ def test_a_call_after_the_end_token_is_harmless(models):
             allowed(watcher, [*reply, end, end], width)
             assert watcher.fault is None
             assert allowed(watcher, reply, width) == may
-
-
-class Broken:
-    """Stands where a matcher or splitter is expected; the named call raises."""
-
-    def __init__(self, inner, name):
-        self._inner, self._name = inner, name
-
-    def __getattr__(self, name):
-        if name == self._name:
-            raise MemoryError(f"{name} broke")
-        return getattr(self._inner, name)
-
-    def deep_copy(self):
-        return Broken(self._inner.deep_copy(), self._name)
 
 
 def test_a_token_that_the_grammar_refuses_ends_the_reply(models, caplog):
