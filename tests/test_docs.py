@@ -1,5 +1,6 @@
 """What the documentation says is what the code says."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_patches import seams
+from tests.client import post
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,6 +44,16 @@ def test_upstream_flags_are_still_there():
     )
     flags = set(re.findall(r"--[a-z-]+", theirs.stdout))
     assert len(flags) > 20 and flags <= set(re.findall(r"--[a-z-]+", ours.stdout))
+
+
+def test_the_readme_request_gets_the_readme_reply(serve):
+    page = (ROOT / "README.md").read_text()
+    body = json.loads(re.search(r"curl .* -d '(.*?)'$", page, re.MULTILINE | re.DOTALL)[1])
+    shown = json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
+    reply = post(serve("demo"), "/v1/chat/completions", body, timeout=120)
+    assert json.loads(reply.content) == json.loads(shown["choices"][0]["message"]["content"])
+    assert json.loads(reply.content) == {"name": "Ada Lovelace", "age": 36}
+    assert reply.finish_reason == shown["choices"][0]["finish_reason"] == "stop"
 
 
 def test_ci_runs_the_readme_command():
