@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -171,15 +171,15 @@ class ReplyFormat:
 
     def end_row(self, width: int) -> mx.array:
         """A mask, shape (width,), that allows only the end of the reply."""
-        return self._row("end", width, self.end_tokens)
+        return self._row("end", width, lambda: self.end_tokens)
 
     def thinking_row(self, width: int) -> mx.array:
         """A mask, shape (width,), that allows every token with a name but the end tokens."""
-        return self._row("thinking", width, set(range(min(width, self.named))) - self.end_tokens)
+        return self._row("thinking", width, lambda: set(range(min(width, self.named))) - self.end_tokens)
 
-    def _row(self, name: str, width: int, tokens) -> mx.array:
+    def _row(self, name: str, width: int, tokens: Callable[[], Iterable[int]]) -> mx.array:
         if (name, width) not in self._rows:
-            self._rows[name, width] = row_of(tokens, width)
+            self._rows[name, width] = row_of(tokens(), width)
         return self._rows[name, width]
 
     def opened_by_template(self, prompt: list[int]) -> bool:
