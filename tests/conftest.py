@@ -19,10 +19,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.client import complete, get
 from tests.tiny_models import model_folder
+
+# A busy machine is no fault; and CI tries the same examples each time.
+hypothesis.settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("here")
 
 ROOT = Path(__file__).parent.parent
 OPENBLAS = Path("/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so")
