@@ -85,6 +85,9 @@ class JsonHandler:
                 self.exchange_id = own
             self.status = 0
             self.begun = time.monotonic()
+            bodiless = self.headers.get("Content-Length", "0") == "0" and "Transfer-Encoding" not in self.headers
+            if self.command != "POST" and not bodiless:
+                self.close_connection = True  # the body is not read, and must not be taken for the next request
         return parsed
 
     def read_json(self) -> dict:
@@ -112,6 +115,8 @@ class JsonHandler:
         self.send_header("x-request-id", getattr(self, "exchange_id", None) or uuid.uuid4().hex)
         for name, value in headers.items():
             self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self._set_cors_headers()
         self.end_headers()
 
@@ -133,11 +138,11 @@ class JsonHandler:
         self.requestline = getattr(self, "requestline", "")
         if not hasattr(self, "headers"):
             self.headers = {}
-        self.send_json(code, error_body(Refused(message or f"HTTP {code}", status=code)), {"Connection": "close"})
+        self.send_json(code, error_body(Refused(message or f"HTTP {code}", status=code)))
 
     def start_stream(self, headers: dict[str, str]) -> None:
         self.chunked = self.request_version >= "HTTP/1.1"
-        framing = {"Transfer-Encoding": "chunked"} if self.chunked else {"Connection": "close"}
+        framing = {"Transfer-Encoding": "chunked"} if self.chunked else {}
         self.close_connection |= not self.chunked
         self.send_head(200, "text/event-stream", {"Cache-Control": "no-cache", **framing, **headers})
 

@@ -13,6 +13,7 @@ into one body.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,7 @@ NO_END = Finished("length", 0, 0, 0, 0)
 class Whole:
     """All events of a reply, put together."""
 
-    text: str = ""
+    text: str | None = None
     reasoning: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     calls: list[dict] = field(default_factory=list)
@@ -73,7 +74,8 @@ class Whole:
                     whole.calls[number]["function"]["arguments"] += text
                 case Finished():
                     whole.end = event
-        whole.text, whole.reasoning = "".join(texts), "".join(thoughts)
+        whole.text = "".join(texts) if texts else None
+        whole.reasoning = "".join(thoughts)
         return whole
 
     def reasoning_fields(self) -> dict[str, str]:
@@ -135,7 +137,7 @@ class ChatEncoder(_Encoder):
     def body(self, events: Iterable[Any]) -> dict:
         """The whole reply."""
         whole = Whole.of(events)
-        message: dict[str, Any] = {"role": "assistant", "content": whole.text or None, **whole.reasoning_fields()}
+        message: dict[str, Any] = {"role": "assistant", "content": whole.text, **whole.reasoning_fields()}
         if whole.calls:
             message["tool_calls"] = whole.calls
         choice = {"index": 0, "message": message, "finish_reason": whole.end.reason}
@@ -150,6 +152,7 @@ class CompletionEncoder(_Encoder):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def _choice(
         self, text: str, reason: str | None, entries: Iterable[TokenLogprob] = (), more: dict | None = None
@@ -176,7 +179,7 @@ class CompletionEncoder(_Encoder):
 
     def body(self, events: Iterable[Any]) -> dict:
         whole = Whole.of(events)
-        choice = self._choice(whole.text, whole.end.reason, whole.logprobs, whole.reasoning_fields())
+        choice = self._choice(whole.text or "", whole.end.reason, whole.logprobs, whole.reasoning_fields())
         return self._frame(self.kind, [choice], usage=usage(whole.end))
 
     def _old_logprobs(self, entries: Iterable[TokenLogprob]) -> dict:
@@ -188,7 +191,7 @@ class CompletionEncoder(_Encoder):
             shape["token_logprobs"].append(entry.logprob)
             shape["top_logprobs"].append({_readable(e.data): e.logprob for e in entry.top})
             shape["text_offset"].append(self._offset)
-            self._offset += len(token)
+            self._offset += len(self._decoder.decode(entry.data))
         return shape
 
 

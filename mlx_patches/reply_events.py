@@ -151,7 +151,8 @@ class ReplyReader:
             token.left -= share
             token.kinds[part.kind] += share
             if part.kind == ANSWER:
-                token.end = self._said + len(part.text) * taken // part.units
+                # A token without a whole character is part of the next.
+                token.end = self._said + max(len(part.text) * taken // part.units, 0 if share and part.text else 1)
             if token.left:
                 break
             self._settle(self._open.popleft(), part.kind)
@@ -208,8 +209,10 @@ class ReplyReader:
             return
         while self._open:
             self._settle(self._open.popleft(), self._splitter.kind(self._state))
-        text, self._held, self._sent = self._held, "", self._said
+        text, self._held, self._sent = self._held, "", self._said + 1
         yield from self._content_event(text)
+        if self._splitter.exact and not self._said:
+            yield Content("")  # an empty answer, which the grammar allowed, is an answer
         if self._kind == "tool" and self._call_text:
             yield from self._call()
 

@@ -48,6 +48,8 @@ class TokenState(NamedTuple):
 class TokenSplitter:
     """start → reasoning → answer by marker tokens. In `start` the marker may open, or the answer begins."""
 
+    exact = True  # what it calls an answer is all of it, also when that is nothing
+
     def __init__(self, opening: Sequence[int], closing: Sequence[int], token_bytes, phase: str):
         self.opening, self.closing = tuple(opening), tuple(closing)
         self._bytes = token_bytes
@@ -96,6 +98,8 @@ class TokenSplitter:
 
 class TextSplitter:
     """mlx_lm's TextStateMachine behind the same calls; its units are characters."""
+
+    exact = False
 
     def __init__(self, machine, initial: str):
         self._machine = machine

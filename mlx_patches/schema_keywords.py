@@ -21,7 +21,10 @@ Path = tuple[str, ...]
 Faults = Iterator[tuple[Path, str]]
 """((keyword, the rest of its path), reason) of what was taken out."""
 
-LIMITS = LLParserLimits(max_grammar_size=12_000, initial_lexer_fuel=100_000, verbose_errors=False)
+# A row has some four items for each optional property.
+LIMITS = LLParserLimits(
+    max_grammar_size=12_000, initial_lexer_fuel=100_000, max_items_in_row=12_000, verbose_errors=False
+)
 MAX_MULTIPLE = 5_000  # 3,600: 4 ms; 100,003: 0.3 s; 10,000,019: four minutes
 MAX_PATTERN = 20_000
 EXACT = 2**53  # beyond it a double, which is what llguidance reckons with, skips integers

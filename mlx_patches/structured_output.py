@@ -18,11 +18,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate
 from threading import Lock, Thread
 from typing import Any
 
@@ -35,6 +37,7 @@ from mlx_patches.json_schemas import prepare
 from mlx_patches.schema_keywords import LIMITS, on_a_deep_stack, short
 
 MAX_TEXT = 200_000
+MAX_WARNING = 4000  # characters of a header
 MAX_RULES = 1_000  # a chain of 2,600 Lark terminals takes llguidance 45 s
 
 
@@ -257,26 +260,30 @@ def build_tokenizer(tokenizer: Any, width: int, end_tokens: Iterable[int]) -> LL
 
 
 def _spec(plain: PreTrainedTokenizerFast) -> str:
-    """`plain` as tokenizer.json has it, where added tokens such as Qwen's `<think>` are words like others.
+    """`plain` as tokenizer.json has it, made so that no text is ever taken for a special token.
 
-    llguidance takes every added token in angle brackets for a special one, which no string of JSON may hold.
+    llguidance takes every added token in angle brackets for a special one, which no string of JSON may hold: those that
+    are not special, such as Qwen's `<think>`, become words like others. And where a grammar forces a special token's
+    name as text, it would ask for that token and then refuse it: special ones get names that no text has.
     """
     backend = copy(plain.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
     text = backend.to_str()
-    words = {
-        added.content: token
-        for token, added in plain.added_tokens_decoder.items()
-        if not added.special and added.content.startswith("<") and added.content.endswith(">")
-    }
-    spec = json.loads(text) if words else {}
-    vocabulary = spec.get("model", {}).get("vocab")
-    if not isinstance(vocabulary, dict) or not all(word.isascii() and " " not in word for word in words):
+    spec = json.loads(text)
+    vocabulary, added = spec["model"].get("vocab"), spec["added_tokens"]
+    words = [token for token in added if not token["special"] and token["content"][:1] + token["content"][-1:] == "<>"]
+    if not isinstance(vocabulary, dict) or not all(
+        word["content"].isascii() and " " not in word["content"] for word in words
+    ):
         return text
-    # All get their ids in the vocabulary itself: the tokenizers library numbers those it does not find there anew.
-    vocabulary.update((added["content"], added["id"]) for added in spec["added_tokens"])
-    spec["added_tokens"] = [added for added in spec["added_tokens"] if added["content"] not in words]
+    for token in added:
+        if token["special"]:
+            vocabulary.pop(token["content"], None)
+            token["content"] = f"\uf8ff{token['id']}\uf8ff"
+        # Each gets its id in the vocabulary itself: the tokenizers library numbers those it does not find there anew.
+        vocabulary[token["content"]] = token["id"]
+    spec["added_tokens"] = [token for token in added if token not in words]
     return json.dumps(spec, ensure_ascii=False)
 
 
@@ -327,9 +334,10 @@ def warning_header(grammar: Grammar | None) -> dict[str, str]:
     """The HTTP header that names what a reply is not held to; nothing where all of the grammar is enforced."""
     if grammar is None or not grammar.not_enforced:
         return {}
-    names = ", ".join(grammar.not_enforced)
-    plain = "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in names)
-    return {"Warning": f'199 - "not enforced: {plain[:1000]}"'}
+    names = [ascii(name)[1:-1].replace('"', "'") for name in grammar.not_enforced]
+    shown = names[: max(1, bisect_right(list(accumulate(len(name) + 2 for name in names)), MAX_WARNING))]
+    more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return {"Warning": f'199 - "not enforced: {", ".join(shown)[:MAX_WARNING]}{more}"'}
 
 
 class CompilesGrammars:
