@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from threading import Lock, Thread
 from typing import Any
+from urllib.parse import quote
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
@@ -334,7 +335,8 @@ def warning_header(grammar: Grammar | None) -> dict[str, str]:
     """The HTTP header that names what a reply is not held to; nothing where all of the grammar is enforced."""
     if grammar is None or not grammar.not_enforced:
         return {}
-    names = [ascii(name)[1:-1].replace('"', "'") for name in grammar.not_enforced]
+    # Percent-encoded where a quoted string cannot hold it, as a URL would be.
+    names = [quote(name, safe=" !#$&'()*+,/:;<=>?@[]^`{|}~") for name in grammar.not_enforced]
     shown = names[: max(1, bisect_right(list(accumulate(len(name) + 2 for name in names)), MAX_WARNING))]
     more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return {"Warning": f'199 - "not enforced: {", ".join(shown)[:MAX_WARNING]}{more}"'}
