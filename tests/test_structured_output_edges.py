@@ -57,7 +57,7 @@ def test_the_warning_header_names_all_or_says_how_many_more(serve, tiny):
     server = serve(tiny("llama"))
     few = {"properties": {name: {"type": "array", "uniqueItems": True} for name in ("日", '本"')}}
     header = chat(server, "Hello", guided_json=few, max_tokens=1).headers["Warning"]
-    assert header == '199 - "not enforced: properties.\\u65e5.uniqueItems, properties.\\u672c\'.uniqueItems"'
+    assert header == '199 - "not enforced: properties.%E6%97%A5.uniqueItems, properties.%E6%9C%AC%22.uniqueItems"'
     many = {"properties": {f"{n}{'x' * 60}": {"type": "array", "uniqueItems": True} for n in range(90)}}
     header = chat(server, "Hello", guided_json=many, max_tokens=1).headers["Warning"]
     shown = header.count("uniqueItems")
