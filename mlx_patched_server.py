@@ -23,7 +23,7 @@ from urllib.parse import unquote
 from mlx_lm import server
 
 from localServerCommon import JsonHandler, Listener, Refused
-from mlx_patches import keepalive, model_names, padded_rows, watcher
+from mlx_patches import keepalive, model_names, padded_rows, reply_limits, watcher
 from mlx_patches.chat_wire import ChatEncoder, CompletionEncoder, Head
 from mlx_patches.keepalive import KeepsAlive
 from mlx_patches.model_names import ServesOneModel
@@ -126,7 +126,8 @@ class Handler(KeepsAlive, JsonHandler, server.APIHandler):
     def log_reply(self, end: Finished):
         seconds = time.monotonic() - self.begun
         counts = f"{end.prompt_tokens} -> {end.completion_tokens} tokens, {max(end.cached_tokens, 0)} cached"
-        self.log_line(f"{counts}, {end.completion_tokens / seconds:.1f} tokens/s, {end.reason}")
+        reason = end.reason if end.cut is None else f"{end.reason}, cut: {end.cut}"
+        self.log_line(f"{counts}, {end.completion_tokens / seconds:.1f} tokens/s, {reason}")
 
 
 def run(host: str, port: int, provider: Provider) -> None:
@@ -163,7 +164,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, *args, **kwargs):
         own = self.add_argument_group("mlx-patched-server")
-        for name, options in (*keepalive.FLAGS, *model_names.FLAGS):
+        for name, options in (*keepalive.FLAGS, *model_names.FLAGS, *reply_limits.FLAGS):
             own.add_argument(name, **options)
         return super().parse_args(*args, **kwargs)
 

@@ -9,6 +9,7 @@ reply_format.py       how a model writes a reply: thinking markers, end tokens, 
 watcher.py            the logits processor: phases, grammar, stop strings; takes tokens back
 token_masks.py        masks over the vocabulary, on any device
 padded_rows.py        ids beyond the vocabulary are never sampled
+reply_limits.py       reasoning budget, hedges, repeats
 stop_strings.py       stop strings, matched on text
 reply_events.py       generated tokens → one stream of events
 chat_wire.py          the events as chat completions and completions write them

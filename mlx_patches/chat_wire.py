@@ -44,6 +44,11 @@ def usage(end: Finished) -> dict:
     return counts
 
 
+def cut(end: Finished) -> dict[str, str]:
+    """The field of a choice that says which limit cut it; absent where none did."""
+    return {} if end.cut is None else {"cut": end.cut}
+
+
 NO_END = Finished("length", 0, 0, 0, 0)
 
 
@@ -131,7 +136,7 @@ class ChatEncoder(_Encoder):
             case CallArguments(number, text):
                 yield self._delta({"tool_calls": [{"index": number, "function": {"arguments": text}}]})
             case Finished(reason):
-                yield self._delta({}, reason)
+                yield self._delta({}, reason, cut(event))
                 yield from self._usage_frame(event)
 
     def body(self, events: Iterable[Any]) -> dict:
@@ -140,7 +145,7 @@ class ChatEncoder(_Encoder):
         message: dict[str, Any] = {"role": "assistant", "content": whole.text, **whole.reasoning_fields()}
         if whole.calls:
             message["tool_calls"] = whole.calls
-        choice = {"index": 0, "message": message, "finish_reason": whole.end.reason}
+        choice = {"index": 0, "message": message, "finish_reason": whole.end.reason, **cut(whole.end)}
         if self._logprobs:
             choice["logprobs"] = {"content": [_entry(e) for e in whole.logprobs]}
         return self._frame(self.kind, [choice], usage=usage(whole.end))
@@ -174,12 +179,13 @@ class CompletionEncoder(_Encoder):
             case Content(text, entries):
                 yield self._frame(self.chunk, [self._choice(text, None, entries)])
             case Finished(reason):
-                yield self._frame(self.chunk, [self._choice("", reason)])
+                yield self._frame(self.chunk, [self._choice("", reason, (), cut(event))])
                 yield from self._usage_frame(event)
 
     def body(self, events: Iterable[Any]) -> dict:
         whole = Whole.of(events)
-        choice = self._choice(whole.text or "", whole.end.reason, whole.logprobs, whole.reasoning_fields())
+        more = {**whole.reasoning_fields(), **cut(whole.end)}
+        choice = self._choice(whole.text or "", whole.end.reason, whole.logprobs, more)
         return self._frame(self.kind, [choice], usage=usage(whole.end))
 
     def _old_logprobs(self, entries: Iterable[TokenLogprob]) -> dict:

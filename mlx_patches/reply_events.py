@@ -62,13 +62,17 @@ class CallArguments(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """`reason`: "stop", "length" or "tool_calls". Counts are tokens; `cached_tokens` of the prompt's were reused."""
+    """`reason`: "stop", "length" or "tool_calls"; `cut`: the limit that cut the reply.
+
+    Counts are tokens; `cached_tokens` of the prompt's were reused.
+    """
 
     reason: str
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
+    cut: str | None = None
 
 
 class _Token:
@@ -250,7 +254,10 @@ class StreamsReplies:
                         raise Refused("the reply had to be stopped: an internal error", status=500)
                     if reader.finish_reason is not None:
                         counts = reader.tokens, context.prompt_cache_count, reader.reasoning_tokens
-                        yield Finished(reader.finish_reason, len(context.prompt), *counts)
+                        watcher = args.watcher
+                        reason = "length" if watcher is not None and watcher.cut_answer else reader.finish_reason
+                        cut = watcher.cut if watcher is not None else None
+                        yield Finished(reason, len(context.prompt), *counts, cut)
                         return
                     yield None  # a long call's tokens are no event until it is whole
             raise Refused("the reply ended early", status=500)

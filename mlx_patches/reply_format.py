@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_patches.token_masks import row_of
+from mlx_patches.token_masks import row_of, words_of
 
 START, REASONING, ANSWER = "start", "reasoning", "normal"
 
@@ -139,6 +140,31 @@ def decode(data: bytes) -> tuple[str, bytes]:
     return text, data[used:]
 
 
+def missing_bytes(data: bytes) -> int:
+    """How many bytes the character at the end of `data` still lacks: 0 to 3."""
+    for back in range(1, min(len(data), 3) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:
+            return max((4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2) - back, 0)
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def continues(data: bytes) -> bool:
+    """Whether `data` begins inside a character."""
+    return 0x80 <= data[:1].ljust(1)[0] < 0xC0
+
+
+CLASSES = {
+    "closes string": lambda data: data[:1] == b'"',
+    "closes value": lambda data: data[:1] in (b"]", b"}"),
+    "ends number": lambda data: data[:1] in (b"]", b"}", b","),
+    "says something": lambda data: bool(data.strip()),
+}
+"""Tokens by how they begin, for an answer in JSON that is to come to its end."""
+
+
 class ReplyFormat:
     """One loaded model's way of writing: built once from its tokenizer (mlx_lm's TokenizerWrapper)."""
 
@@ -154,6 +180,7 @@ class ReplyFormat:
         self._sentencepiece = not self._byte_level and "\u2581" in vocabulary
         self._bytes: dict[int, bytes] = {}
         self._rows: dict[tuple[str, int], mx.array] = {}
+        self._words: dict[str, np.ndarray] = {}
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` adds to a text; a special token's are those of its name."""
@@ -185,6 +212,44 @@ class ReplyFormat:
         if (name, width) not in self._rows:
             self._rows[name, width] = row_of(tokens(), width)
         return self._rows[name, width]
+
+    def tidy_row(self, width: int, missing: int) -> mx.array:
+        """A mask, shape (width,): tokens that begin a character and lack at most `missing` bytes of their last."""
+
+        def tidy():
+            named = set(range(min(width, self.named))) - self.end_tokens
+            return (
+                t for t in named if missing_bytes(self.token_bytes(t)) <= missing and not continues(self.token_bytes(t))
+            )
+
+        return self._row(f"tidy {missing}", width, tidy)
+
+    def continuing_row(self, width: int) -> mx.array:
+        """A mask, shape (width,): tokens that go on with a character that is begun."""
+        return self._row("continuing", width, lambda: filter(self._continues, range(min(width, self.named))))
+
+    def _continues(self, token: int) -> bool:
+        return continues(self.token_bytes(token))
+
+    def row_without(self, token: int, width: int) -> mx.array:
+        """A mask, shape (width,), that allows everything but `token`."""
+        return self._row(f"without {token}", width, lambda: set(range(width)) - {token})
+
+    def words(self, name: str) -> np.ndarray:
+        """The tokens of a class of CLASSES, as the words of a TokenMask as wide as the output row."""
+        if name not in self._words:
+            named = set(range(self.named)) - self.end_tokens
+            chosen = (token for token in named if CLASSES[name](self.token_bytes(token)))
+            self._words[name] = words_of(self.end_tokens if name == "end" else chosen, self.width)
+        return self._words[name]
+
+    def scan_vocabulary(self) -> None:
+        """Make what takes a look at every token, so that no request waits for it."""
+        self.continuing_row(self.width)
+        for missing in range(3):
+            self.tidy_row(self.width, missing)
+        for name in CLASSES:
+            self.words(name)
 
     def opened_by_template(self, prompt: list[int]) -> bool:
         """Whether the prompt leaves thinking open: nothing but white space follows an opening marker.

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from mlx_lm import server
 
 from localServerCommon import Refused
+from mlx_patches.reply_limits import Limits, read_limits
 from mlx_patches.structured_output import Grammar, read_grammar
 
 
@@ -70,6 +71,9 @@ SAMPLING = [field.name for field in fields(server.SamplingArguments)]
 LOGITS = [field.name for field in fields(server.LogitsProcessorArguments)]
 
 
+NO_LIMITS = Limits(0, 0, 0)
+
+
 @dataclass
 class Ask:
     """What a request asks for beyond mlx_lm's arguments. Picklable: it is shared between ranks with the request."""
@@ -77,6 +81,7 @@ class Ask:
     grammar: Grammar | None = None
     stops: tuple[str, ...] = ()
     include_usage: bool = False
+    limits: Limits = NO_LIMITS
 
 
 def read_fields(body: dict, flags: Any) -> dict[str, Any]:
@@ -141,12 +146,17 @@ def read_logprobs(body: dict, chat: bool) -> tuple[bool, int]:
     return bool(asked) or top > 0, top
 
 
-def read_ask(body: dict, values: dict[str, Any]) -> Ask:
+def read_ask(body: dict, values: dict[str, Any], flags: Any) -> Ask:
     """The request's Ask. Raises Refused (400)."""
     include_usage = (values["stream_options"] or {}).get("include_usage")
     if include_usage is not None and not isinstance(include_usage, bool):
         raise Refused("stream_options.include_usage must be a boolean", param="stream_options.include_usage")
-    return Ask(grammar=read_grammar(body), stops=read_stops(body), include_usage=bool(include_usage))
+    return Ask(
+        grammar=read_grammar(body),
+        stops=read_stops(body),
+        include_usage=bool(include_usage),
+        limits=read_limits(body, flags),
+    )
 
 
 def read_messages(body: dict) -> list[dict]:
@@ -189,7 +199,7 @@ class Arguments(server.GenerationArguments):
 def read_request(body: dict, chat: bool, flags: Any) -> tuple[server.CompletionRequest, Arguments, dict[str, Any]]:
     """(mlx_lm's request, its arguments, every field's value). Raises Refused (400)."""
     values = read_fields(body, flags)
-    ask = read_ask(body, values)
+    ask = read_ask(body, values, flags)
     logprobs, top_logprobs = read_logprobs(body, chat)
     if chat:
         request = server.CompletionRequest(

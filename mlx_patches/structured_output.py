@@ -371,5 +371,6 @@ class CompilesGrammars:
     def _read_vocabulary(grammars: Future, form) -> None:
         try:
             grammars.set_result(GrammarCompiler(build_tokenizer(form.tokenizer, form.width, form.end_tokens)))
+            form.scan_vocabulary()
         except BaseException as fault:
             grammars.set_exception(fault)

@@ -34,6 +34,14 @@ class TokenMask:
         """Whether any allowed token is among the first `width`."""
         return bool(np.unpackbits(self._words.view(np.uint8), count=min(width, self.width), bitorder="little").any())
 
+    def narrow(self, words: np.ndarray) -> bool:
+        """Keep only the tokens that `words` (of `words_of`) has too, if there are any; whether there were."""
+        both = self._words & words
+        if both.any():
+            self._words[:] = both
+            return True
+        return False
+
     def row(self, width: int) -> mx.array:
         """The mask as `width` booleans, shape (width,)."""
         if self._row is None or self._row.size != width or not np.array_equal(self._words, self._shown):
@@ -41,6 +49,13 @@ class TokenMask:
             bits = np.unpackbits(self._words.view(np.uint8), count=min(width, self.width), bitorder="little")
             self._row = mx.array(np.pad(bits, (0, width - bits.size)).view(np.bool_))
         return self._row
+
+
+def words_of(tokens: Iterable[int], width: int) -> np.ndarray:
+    """A mask of `width` tokens that allows only `tokens`, as the 32-bit words of a TokenMask."""
+    bits = np.zeros((width + 31) // 32 * 32, dtype=np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def row_of(tokens: Iterable[int], width: int) -> mx.array:

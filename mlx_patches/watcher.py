@@ -25,6 +25,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_patches.reply_format import ANSWER, REASONING, START, ReplyFormat, TextSplitter, TokenSplitter, decode
+from mlx_patches.reply_limits import JsonPlace, ReplyLimits
 from mlx_patches.stop_strings import StopStrings
 from mlx_patches.token_masks import TokenMask, keep, row_of
 
@@ -34,7 +35,9 @@ class Mark(NamedTuple):
 
     `reading`: the splitter's state. `begin`, `fed`: index of the grammar's first token, and how many of them it has.
     `tail`, `stopped`: the end of the answer's text, and whether a stop string is complete. `pending`: bytes of a
-    character that is not. `blind`: the scores that choose the next token had none that the grammar allows.
+    character that is not. `blind`: the scores that choose the next token had none that the grammar allows. `thought`,
+    `answered`: tokens of either. `cut`: the limit that cut the reply; `shut`: its thinking was closed and stays so;
+    `ending`: its answer is to come to an end; `json`: where in a JSON text it stands.
     """
 
     reading: tuple
@@ -45,6 +48,12 @@ class Mark(NamedTuple):
     pending: bytes = b""
     ended: bool = False
     blind: bool = False
+    thought: int = 0
+    answered: int = 0
+    cut: str | None = None
+    shut: bool = False
+    ending: bool = False
+    json: JsonPlace = JsonPlace()
 
 
 class StepTokens:
@@ -75,11 +84,15 @@ class Watcher:
         *,
         matcher=None,
         stops: StopStrings | None = None,
+        limits: ReplyLimits | None = None,
         guesses: int = 0,
     ):
         """`matcher`: a fresh LLMatcher for the answer, or None. `guesses`: how far a draft model may run ahead."""
         self.fault: Exception | None = None
         self._form, self._splitter, self._stops = form, splitter, stops
+        self._limits = limits
+        self._opening = form.tokenizer.think_start_tokens or ()
+        self._closing = form.tokenizer.think_end_tokens or ()
         self._matcher = matcher
         self._pristine = matcher.deep_copy() if matcher is not None else None
         self._mask = TokenMask(form.width) if matcher is not None else None
@@ -90,6 +103,15 @@ class Watcher:
         self._baseline: int | None = None
         self._step: StepTokens | None = None
         self._at = 0
+
+    @property
+    def cut(self) -> str | None:
+        """Why a limit cut the reply: "hedges", "repeats" or "reasoning_budget"."""
+        return self._marks[-1].cut
+
+    @property
+    def cut_answer(self) -> bool:
+        return self._marks[-1].ending
 
     def enter(self, step: StepTokens, row: int) -> None:
         """The next call is for `row` of a batch whose tokens `step` reads."""
@@ -135,6 +157,8 @@ class Watcher:
     def _go_back(self, length: int) -> None:
         if length < len(self._taken):
             del self._taken[length:], self._marks[length + 1 :]
+            if self._limits is not None:
+                self._limits.go_back(self._marks[-1].thought, self._marks[-1].answered)
             self._feed_up_to(self._marks[-1])
 
     def _take(self, token: int) -> None:
@@ -181,7 +205,30 @@ class Watcher:
             for part in parts:
                 if part.kind == ANSWER and not stopped:
                     tail, stopped = self._stops.scan(tail, part.text)
-        return mark._replace(reading=reading, tail=tail, pending=pending, stopped=stopped)
+        before = self._splitter.kind(mark.reading)
+        mark = mark._replace(reading=reading, tail=tail, pending=pending, stopped=stopped)
+        return mark if self._limits is None else self._limit(mark, before, parts)
+
+    def _limit(self, mark: Mark, before: str, parts: list) -> Mark:
+        """Count the token where it belongs, and judge."""
+        kind, limits = self._splitter.kind(mark.reading), self._limits
+        if kind == REASONING and before == REASONING:
+            mark = mark._replace(thought=mark.thought + 1)
+            cut = limits.think("".join(part.text for part in parts), self._in_marker(self._closing))
+            if cut and not mark.shut:
+                mark = mark._replace(cut=cut, shut=True)
+        elif kind == ANSWER and limits.answer is not None:
+            text = "".join(part.text for part in parts if part.kind == ANSWER)
+            mark = mark._replace(answered=mark.answered + 1, json=mark.json.after(text))
+            cut = limits.say(text)
+            if cut and not mark.ending:
+                mark = mark._replace(cut=cut, ending=True)
+        return mark
+
+    def _in_marker(self, marker: tuple[int, ...]) -> int:
+        """How many of the newest tokens are the beginning of `marker`."""
+        most = range(min(len(marker) - 1, len(self._taken)), 0, -1)
+        return next((n for n in most if tuple(self._taken[-n:]) == marker[:n]), 0)
 
     def _feed(self, token: int) -> None:
         if not self._matcher.consume_token(token):
@@ -211,9 +258,13 @@ class Watcher:
         mark = self._marks[-1]
         if mark.stopped:
             return self._only_end(logits)
-        if self._matcher is None or mark.ended:
-            return logits
         width = logits.shape[-1]
+        if mark.ended:
+            return logits
+        if self._limits is not None and (row := self._limit_row(mark, width)) is not None:
+            return keep(row, logits)
+        if self._matcher is None:
+            return logits
         phase = mark.reading.phase
         if phase == REASONING:
             return keep(self._form.thinking_row(width), logits)
@@ -225,6 +276,8 @@ class Watcher:
             raise RuntimeError(f"the grammar failed: {self._matcher.get_error()}")
         if phase == START:
             self._mask.add(marker)
+        if mark.ending:
+            self._bring_to_an_end(mark)
         if width < self._form.width:
             # A draft model's row may be too narrow for all that is allowed: its guess is then one to be rejected.
             blind = not self._mask.reaches(width)
@@ -234,6 +287,38 @@ class Watcher:
         elif mark.blind:
             self._marks[-1] = mark._replace(blind=False)
         return keep(self._mask.row(width), logits)
+
+    def _limit_row(self, mark: Mark, width: int) -> mx.array | None:
+        """The mask that a limit asks for at `mark`, if any."""
+        kind = self._splitter.kind(mark.reading)
+        if kind == REASONING:
+            begun = self._in_marker(self._closing)
+            pending = mark.reading.pending if isinstance(self._splitter, TokenSplitter) else mark.pending
+            if mark.shut and not pending:
+                return row_of([self._closing[begun]], width)
+            left = self._limits.budget - (mark.thought - begun) if self._limits.budget else len(self._closing) + 3
+            if mark.shut or left <= 3:
+                # A character that is begun is finished, and none is begun that the budget could not hold.
+                if pending:
+                    return self._form.continuing_row(width)
+                return self._form.tidy_row(width, max(left - 1, 0))
+        elif kind == ANSWER and mark.ending and self._matcher is None:
+            return self._form.end_row(width)
+        elif kind == ANSWER and mark.shut and self._matcher is None and self._opening:
+            # The first token that tells the marker from another that begins like it.
+            committing = min(1, len(self._opening) - 1)
+            if committing == 0 or self._taken[-1:] == [self._opening[0]]:
+                return self._form.row_without(self._opening[committing], width)
+        return None
+
+    def _bring_to_an_end(self, mark: Mark) -> None:
+        """Leave of the mask what ends the answer soonest."""
+        if self._matcher.is_accepting() and self._mask.narrow(self._form.words("end")):
+            return
+        if mark.json.escape:
+            return
+        if not self._mask.narrow(self._form.words(mark.json.way_out)):
+            self._mask.narrow(self._form.words("says something"))
 
     def _only_end(self, logits: mx.array) -> mx.array:
         if not self._form.end_tokens:
@@ -261,9 +346,10 @@ class WatchesReplies:
             _, machine = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
             args.splitter = TextSplitter(machine, initial_state)
         stops = StopStrings(ask.stops) if ask.stops else None
-        if matcher is not None or stops is not None:
+        limits = ask.limits.machine(args.max_tokens, tokenizer.has_thinking)
+        if matcher is not None or stops is not None or limits is not None:
             guesses = args.num_draft_tokens if provider.draft_model is not None else 0
-            args.watcher = Watcher(form, args.splitter, matcher=matcher, stops=stops, guesses=guesses)
+            args.watcher = Watcher(form, args.splitter, matcher=matcher, stops=stops, limits=limits, guesses=guesses)
         return found
 
 

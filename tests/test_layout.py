@@ -18,6 +18,7 @@ PURE = [
     "json_schemas",
     "reply_events",
     "reply_format",
+    "reply_limits",
     "request_bodies",
     "schema_keywords",
     "seams",
