@@ -321,7 +321,9 @@ def common(reply) -> dict:
 
 def test_with_no_new_field_a_reply_is_mlx_lms_own(serve_private, folder):
     """Both start cold and are asked the same, in the same order, so that what is cached is the same too."""
-    ours, upstream = serve_private(folder), serve_private(folder, module="mlx_lm.server")
+    # Without the limits of thinking, which are on by default.
+    flags = ("--reasoning-budget", 0, "--hedge-limit", 0, "--repeat-limit", 0)
+    ours, upstream = serve_private(folder, *flags), serve_private(folder, module="mlx_lm.server")
     complete(ours, "a", max_tokens=1)  # as the fixture asks mlx_lm.server
     for name, (path, body) in REQUESTS.items():
         here, there = (post(server, path, body) for server in (ours, upstream))
