@@ -36,21 +36,32 @@ HEDGE = re.compile(
 )
 LONGEST_HEDGE = 32  # characters, with the one after it
 SENTENCE_END = re.compile(r"[.!?](?=\s)|\n")
+NUMBERING = re.compile(r"\s*\d+\.")  # "12. " begins an item: items that differ in their number are not the same
+WORD = re.compile(r"\S*\w\S*")  # a table's bars and dashes are no words
 
 
 COUNTS = ("reasoning_budget", "hedge_limit", "repeat_limit")
+
+
+def whole(text: str) -> int:
+    """A flag's count. Raises ValueError, which argparse reports."""
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 FLAGS = (
     (
         "--reasoning-budget",
-        {"type": int, "metavar": "N", "help": "Tokens of thinking (default: half of max_tokens; 0: no limit)"},
+        {"type": whole, "metavar": "N", "help": "Tokens of thinking (default: half of max_tokens; 0: no limit)"},
     ),
     (
         "--hedge-limit",
-        {"type": int, "default": 12, "metavar": "N", "help": "Phrases of second-guessing (default: 12; 0: no limit)"},
+        {"type": whole, "default": 12, "metavar": "N", "help": "Phrases of second-guessing (default: 12; 0: no limit)"},
     ),
     (
         "--repeat-limit",
-        {"type": int, "default": 3, "metavar": "N", "help": "Times a sentence may occur (default: 3; 0: no limit)"},
+        {"type": whole, "default": 3, "metavar": "N", "help": "Times a sentence may occur (default: 3; 0: no limit)"},
     ),
     ("--limit-answers", {"action": "store_true", "help": "Watch answers for hedges and repeats too"}),
 )
@@ -228,10 +239,11 @@ class LoopJudge:
                 self._hedges.append(end)
         for found in SENTENCE_END.finditer(text, max(self._scanned - 1 - origin, 0)):
             begin, end = (self._stops[-1] if self._stops else 0), origin + found.end()
-            if end > begin:
-                words = text[max(begin - origin, 0) : found.end()].split()
+            said = text[max(begin - origin, 0) : found.end()]
+            if end > begin and not NUMBERING.fullmatch(said):
+                words = said.split()
                 self._stops.append(end)
-                self._sentences.append(" ".join(words) if len(words) >= LEAST_WORDS else "")
+                self._sentences.append(" ".join(words) if len(WORD.findall(said)) >= LEAST_WORDS else "")
         self._scanned = origin + len(text)
 
     def _repeats(self, begin: int, first_new: int) -> bool:

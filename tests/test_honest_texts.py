@@ -93,7 +93,7 @@ def table():
     )
 
 
-@honest(cut="repeats", why="the head and separator of a table are lines of six words or more, of over 3 tables here")
+@honest
 def tables():
     head = "| name | thing | price |\n| --- | --- | --- |\n"
     return "\n".join(
@@ -190,7 +190,7 @@ def similar_sentences():
     )
 
 
-@honest(cut="repeats", why="an item's number ends in a full stop, so two items that differ in it alone are the same")
+@honest
 def check_list():
     return "\n".join(
         f"{n}. Check that the valve is closed.\n{n}a. {scene(n)}." if n % 4 == 0 else f"{n}. {scene(n)}."

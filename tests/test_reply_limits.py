@@ -1,6 +1,8 @@
 """Reply limits: the judges on plain text, and every cut over HTTP with scripted models, on all three paths."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +12,7 @@ from tokenizers import Tokenizer
 
 from mlx_patches.reply_limits import EVERY, JsonPlace, Limits, LoopJudge
 from tests.client import both, chat, chat_stream
+from tests.conftest import ROOT
 
 HEDGES = "Wait, is it so? Hmm, let me see. Hold on there. "
 SENTENCE = "I should look at this from another side. "
@@ -168,6 +171,7 @@ def test_an_answer_is_only_watched_where_it_is_asked_for(place, path):
         ({"type": "string"}, '"' + "\\n\\u00e9 " * 90 + '"'),
         ({"type": "array", "items": {"type": "integer"}}, "[" + "7, " * 300 + "1]"),
         ({"type": "number"}, "1" * 900),
+        ({"type": "string"}, '"' + "🦉ö " * 200 + '"'),
         (
             {
                 "type": "object",
@@ -188,12 +192,28 @@ def test_json_that_is_cut_short_ends_valid(place, path, schema, said):
 
 
 @PATHS
-def test_thinking_that_was_cut_is_not_opened_again(place, path):
-    server, body = place(path)
-    again = f"<think>{SENTENCE * 40}</think>One.<think>{LONG}</think>Two."
-    reply = both(server, again, max_tokens=3000, **body)
-    assert reply.body["choices"][0]["cut"] == "repeats"
-    assert "<think>" not in reply.content and LONG[:20] not in reply.reasoning
+@pytest.mark.parametrize("style, opening, closing", [
+    ("think", "<think>", "</think>"),
+    ("channel", "<|channel>thought", "<channel|>"),
+    ("xtml", "<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+])  # fmt: skip
+def test_thinking_that_was_cut_is_not_opened_again(place, path, style, opening, closing):
+    server, body = place(path, style)
+    again = f"{opening}{LONG}{closing}One.{opening}{LONG}{closing}Two."
+    reply = both(server, again, max_tokens=3000, reasoning_budget=20, **body)
+    assert reply.body["choices"][0]["cut"] == "reasoning_budget"
+    assert opening not in reply.content + reply.reasoning and LONG.startswith(reply.reasoning)
+    assert reply.usage["completion_tokens_details"]["reasoning_tokens"] == 20
+    # The marker's first token has other uses, and stays free.
+    if style == "channel":
+        assert "<|channel>" in reply.content
+
+
+def test_flags_are_whole_numbers(tiny):
+    for flag in ("--hedge-limit=-1", "--repeat-limit=x", "--reasoning-budget=1.5"):
+        command = [sys.executable, "-m", "mlx_patched_server", "--model", str(tiny("llama")), flag]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and flag.partition("=")[0] in done.stderr
 
 
 @pytest.mark.parametrize("name", ["reasoning_budget", "hedge_limit", "repeat_limit", "thinking_budget"])
