@@ -157,9 +157,10 @@ def continues(data: bytes) -> bool:
 
 
 CLASSES = {
-    "closes string": lambda data: data[:1] == b'"',
-    "closes value": lambda data: data[:1] in (b"]", b"}"),
-    "ends number": lambda data: data[:1] in (b"]", b"}", b","),
+    "closes string": lambda data: data[:1] == b'"' and not data[1:].strip(b":]} \n"),
+    "closes value": lambda data: data[:1] in (b"]", b"}") and not data.strip(b"]} \n"),
+    "goes on": lambda data: data[:1] == b",",
+    "says little": lambda data: bool(data.strip()) and b"," not in data,
     "says something": lambda data: bool(data.strip()),
 }
 """Tokens by how they begin, for an answer in JSON that is to come to its end."""
@@ -213,16 +214,17 @@ class ReplyFormat:
             self._rows[name, width] = row_of(tokens(), width)
         return self._rows[name, width]
 
-    def tidy_row(self, width: int, missing: int) -> mx.array:
-        """A mask, shape (width,): tokens that begin a character and lack at most `missing` bytes of their last."""
+    def tidy_row(self, width: int, missing: int, may_end: bool) -> mx.array:
+        """A mask, shape (width,): tokens that begin a character and lack at most `missing` bytes of their last.
+
+        `may_end`: end tokens too.
+        """
 
         def tidy():
-            named = set(range(min(width, self.named))) - self.end_tokens
-            return (
-                t for t in named if missing_bytes(self.token_bytes(t)) <= missing and not continues(self.token_bytes(t))
-            )
+            named = set(range(min(width, self.named))) - (set() if may_end else self.end_tokens)
+            return (t for t in named if not self._continues(t) and missing_bytes(self.token_bytes(t)) <= missing)
 
-        return self._row(f"tidy {missing}", width, tidy)
+        return self._row(f"tidy {missing} {may_end}", width, tidy)
 
     def continuing_row(self, width: int) -> mx.array:
         """A mask, shape (width,): tokens that go on with a character that is begun."""
@@ -247,7 +249,8 @@ class ReplyFormat:
         """Make what takes a look at every token, so that no request waits for it."""
         self.continuing_row(self.width)
         for missing in range(3):
-            self.tidy_row(self.width, missing)
+            for may_end in (False, True):
+                self.tidy_row(self.width, missing, may_end)
         for name in CLASSES:
             self.words(name)
 

@@ -143,11 +143,11 @@ class JsonPlace(NamedTuple):
         return JsonPlace(string, escape, last)
 
     @property
-    def way_out(self) -> str:
-        """The class of tokens (reply_format.CLASSES) that leads out from here."""
+    def ways_out(self) -> tuple[str, ...]:
+        """The classes of tokens (reply_format.CLASSES) that lead out from here, the shortest way first."""
         if self.string:
-            return "closes string"
-        return "ends number" if self.last.isdigit() else "closes value"
+            return ("closes string",)
+        return ("closes value", "goes on") if self.last.isdigit() else ("closes value",)
 
 
 def read_limits(body: dict, flags: Any) -> Limits:

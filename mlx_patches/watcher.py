@@ -83,14 +83,18 @@ class Watcher:
         splitter,
         *,
         matcher=None,
+        is_json: bool = False,
         stops: StopStrings | None = None,
         limits: ReplyLimits | None = None,
         guesses: int = 0,
     ):
-        """`matcher`: a fresh LLMatcher for the answer, or None. `guesses`: how far a draft model may run ahead."""
+        """`matcher`: a fresh LLMatcher for the answer, or None; `is_json`: what it holds to is JSON.
+
+        `guesses`: how far a draft model may run ahead.
+        """
         self.fault: Exception | None = None
         self._form, self._splitter, self._stops = form, splitter, stops
-        self._limits = limits
+        self._limits, self._is_json = limits, is_json
         self._opening = form.tokenizer.think_start_tokens or ()
         self._closing = form.tokenizer.think_end_tokens or ()
         self._matcher = matcher
@@ -301,7 +305,7 @@ class Watcher:
                 # A character that is begun is finished, and none is begun that the budget could not hold.
                 if pending:
                     return self._form.continuing_row(width)
-                return self._form.tidy_row(width, max(left - 1, 0))
+                return self._form.tidy_row(width, max(left - 1, 0), self._matcher is None)
         elif kind == ANSWER and mark.ending and self._matcher is None:
             return self._form.end_row(width)
         elif kind == ANSWER and mark.shut and self._matcher is None and self._opening:
@@ -315,10 +319,11 @@ class Watcher:
         """Leave of the mask what ends the answer soonest."""
         if self._matcher.is_accepting() and self._mask.narrow(self._form.words("end")):
             return
-        if mark.json.escape:
+        if not self._is_json or mark.json.escape:
             return
-        if not self._mask.narrow(self._form.words(mark.json.way_out)):
-            self._mask.narrow(self._form.words("says something"))
+        for name in (*mark.json.ways_out, "says little", "says something"):
+            if self._mask.narrow(self._form.words(name)):
+                return
 
     def _only_end(self, logits: mx.array) -> mx.array:
         if not self._form.end_tokens:
@@ -348,8 +353,11 @@ class WatchesReplies:
         stops = StopStrings(ask.stops) if ask.stops else None
         limits = ask.limits.machine(args.max_tokens, tokenizer.has_thinking)
         if matcher is not None or stops is not None or limits is not None:
+            is_json = matcher is not None and ask.grammar.kind.startswith("json")
             guesses = args.num_draft_tokens if provider.draft_model is not None else 0
-            args.watcher = Watcher(form, args.splitter, matcher=matcher, stops=stops, limits=limits, guesses=guesses)
+            args.watcher = Watcher(
+                form, args.splitter, matcher=matcher, is_json=is_json, stops=stops, limits=limits, guesses=guesses
+            )
         return found
 
 

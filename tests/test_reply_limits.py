@@ -91,10 +91,10 @@ def test_a_budget_leaves_the_answer_its_reserve(asked, max_tokens, budget):
 
 def test_where_in_json_one_stands():
     place = JsonPlace().after('{"a\\"b')
-    assert (place.string, place.escape, place.way_out) == (True, False, "closes string")
+    assert (place.string, place.escape, place.ways_out) == (True, False, ("closes string",))
     assert JsonPlace().after('{"a\\').escape
-    assert JsonPlace().after('{"a": 12').way_out == "ends number"
-    assert JsonPlace().after("[[1, 2]").way_out == "closes value"
+    assert JsonPlace().after('{"a": 12').ways_out == ("closes value", "goes on")
+    assert JsonPlace().after("[[1, 2]").ways_out == ("closes value",)
 
 
 # Over HTTP
@@ -171,6 +171,13 @@ def test_an_answer_is_only_watched_where_it_is_asked_for(place, path):
         ({"type": "string"}, '"' + "\\n\\u00e9 " * 90 + '"'),
         ({"type": "array", "items": {"type": "integer"}}, "[" + "7, " * 300 + "1]"),
         ({"type": "number"}, "1" * 900),
+        ({"type": "array", "items": {"type": "integer"}}, "[" + "7," * 700 + "1]"),
+        ({"type": "array", "items": {"type": "string"}}, "[" + '"ab",' * 500 + '"1"]'),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}},
+            "[" + "[]," * 900 + "[]]",
+        ),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, "{" + ",".join(['"same":12'] * 300) + "}"),
         ({"type": "string"}, '"' + "🦉ö " * 200 + '"'),
         (
             {
@@ -189,6 +196,26 @@ def test_json_that_is_cut_short_ends_valid(place, path, schema, said):
     json.loads(reply.content)
     assert (reply.finish_reason, reply.body["choices"][0]["cut"]) == ("length", "repeats")
     assert reply.usage["completion_tokens"] < 400
+
+
+@PATHS
+def test_a_reply_that_ends_near_its_budget_may_end(place, path):
+    server, body = place(path)
+    for budget in (5, 6, 9):
+        reply = both(server, "<think>one two<|im_end|>three</think>x", max_tokens=600, reasoning_budget=budget, **body)
+        assert (reply.reasoning, reply.content, reply.finish_reason) == ("one two", "", "stop")
+
+
+@PATHS
+def test_other_grammars_end_where_they_may(place, path):
+    server, body = place(path)
+    for form, said in (
+        ({"guided_regex": "[a-z ]*"}, "the " * 300),
+        ({"guided_grammar": 'start: (" "? A)*\nA: /[a-z]+/'}, "the " * 300),
+    ):
+        reply = both(server, said, max_tokens=2000, limit_answers=True, **form, **body)
+        assert (reply.finish_reason, reply.body["choices"][0]["cut"]) == ("length", "repeats")
+        assert reply.usage["completion_tokens"] < 200
 
 
 @PATHS
