@@ -186,6 +186,14 @@ def read_prompt(body: dict) -> str:
     return prompt
 
 
+def read_template_kwargs(body: dict, values: dict[str, Any]) -> dict[str, Any] | None:
+    """`chat_template_kwargs`; `thinking: {"type": "disabled"}` is its `enable_thinking: false`."""
+    thinking = body.get("thinking")
+    off = isinstance(thinking, dict) and thinking.get("type") == "disabled"
+    given = values["chat_template_kwargs"]
+    return {"enable_thinking": False, **(given or {})} if off else given
+
+
 class Arguments(server.GenerationArguments):
     """mlx_lm's arguments of one request, its Ask, and what `_tokenize` hangs on it (never shared between ranks)."""
 
@@ -219,6 +227,6 @@ def read_request(body: dict, chat: bool, flags: Any) -> tuple[server.CompletionR
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         seed=values["seed"] and values["seed"] % 2**64,  # OpenAI's are signed, mlx's are not
-        chat_template_kwargs=values["chat_template_kwargs"],
+        chat_template_kwargs=read_template_kwargs(body, values),
     )
     return request, arguments, values

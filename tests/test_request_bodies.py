@@ -227,3 +227,16 @@ def test_mlx_lm_server_refuses_what_clients_send(serve, tiny):
         assert chat(upstream, "Hello there", **fields).status == 400
     assert chat(upstream, "Hello there", top_p=2).error == "top_p must be at most 1"
     assert chat(upstream, "Hello there", n=2).status == 200  # and one choice
+
+
+def test_thinking_can_be_disabled_as_other_servers_spell_it(serve, tiny):
+    server = serve(tiny("scripted", style="think"))
+
+    def prompt_tokens(**body):
+        return chat(server, "Hello", **body).usage["prompt_tokens"]
+
+    disabled = {"thinking": {"type": "disabled"}}
+    assert prompt_tokens(**disabled) == prompt_tokens(chat_template_kwargs={"enable_thinking": False})
+    # The more particular of the two wins.
+    assert prompt_tokens(**disabled, chat_template_kwargs={"enable_thinking": True}) == prompt_tokens()
+    assert prompt_tokens(**disabled) != prompt_tokens()

@@ -1,6 +1,6 @@
 """Ratios in one run, never absolute times: each is the median of interleaved pairs, with the quartiles.
 
-    python -m tests.bench [--model demo] [--rounds 9] [--tokens 100]
+    python -m tests.bench [--model demo] [--rounds 9] [--tokens 100] [--only WORD]
 
 Both servers run on the same model at once; a pair is two streamed replies one after the other, and its ratio that of
 their rates from the first token to the last (or of their times to the first token).
@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--only", default="", metavar="WORD", help="Only the rows whose name has this in it")
     options = parser.parse_args()
     folder = demo_model.folder() if options.model == "demo" else options.model
     servers = {"ours": Server(folder), "mlx_lm": Server(folder, module="mlx_lm.server")}
@@ -50,7 +51,7 @@ def main() -> int:
             measure(server, PLAIN if name == "ours" else {}, 8)
         measure(servers["ours"], SCHEMA, 8)
         print("| what | rate: median (quartiles) | first token: median |\n| --- | --- | --- |")
-        for what, (one, body), (other, beside) in CASES:
+        for what, (one, body), (other, beside) in (case for case in CASES if options.only in case[0]):
             rates, firsts = [], []
             for n in range(options.rounds):
                 runs = [(servers[one], body), (servers[other], beside)]
