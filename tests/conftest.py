@@ -55,9 +55,9 @@ class Server:
     def __init__(self, model, *flags, module="mlx_patched_server", env=None):
         self.folder = tempfile.TemporaryDirectory(prefix="server-")
         self.out, self.err = (Path(self.folder.name) / name for name in ("stdout", "stderr"))
-        upstream = module == "mlx_lm.server"
+        upstream = module == "mlx_lm.server" or "UPSTREAM" in (env or {})
         port = free_port() if upstream else 0
-        start = ["mlx_lm", "server"] if upstream else [module]
+        start = ["mlx_lm", "server"] if module == "mlx_lm.server" else [module]
         flags = ["--model", model, "--port", port, *flags]
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
