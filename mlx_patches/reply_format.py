@@ -21,18 +21,20 @@ import numpy as np
 
 from mlx_patches.token_masks import row_of, words_of
 
-START, REASONING, ANSWER = "start", "reasoning", "normal"
+START, HEADER, REASONING, ANSWER = "start", "message header", "reasoning", "normal"
 
 MARKER = "marker"
 
 
 class Part(NamedTuple):
     """A stretch of a reply that is decided. `kind`: "reasoning", "normal", "tool", MARKER, or a state of mlx_lm's whose
-    text is dropped. `units`: how much of the tokens it took, as the splitter's `units` counts them."""
+    text is dropped. `units`: how much of the tokens it took, as the splitter's `units` counts them. `steps`: what it
+    says of calls (call_reader.py)."""
 
     kind: str
     text: str
     units: int
+    steps: tuple = ()
 
 
 Parts = list[Part]
@@ -50,6 +52,7 @@ class TokenSplitter:
     """start → reasoning → answer by marker tokens. In `start` the marker may open, or the answer begins."""
 
     exact = True  # what it calls an answer is all of it, also when that is nothing
+    by_tokens = True
 
     def __init__(self, opening: Sequence[int], closing: Sequence[int], token_bytes, phase: str):
         self.opening, self.closing = tuple(opening), tuple(closing)
@@ -86,11 +89,15 @@ class TokenSplitter:
         """(`state`, parts) for text that came with the end token; here it was read from its own token before."""
         return state, []
 
-    def flush(self, state: TokenState) -> Parts:
+    def flush(self, state: TokenState, cut: bool = False) -> Parts:
         """What is still held back when the reply ends at `state`."""
         marker = {START: self.opening, REASONING: self.closing}.get(state.phase, ())[: state.matched]
         data = state.pending + b"".join(map(self._bytes, marker))
         return [Part(self.kind(state), data.decode("utf-8", "replace"), len(marker))]
+
+    def header_tokens(self, state: TokenState, shut: bool) -> tuple[int, ...]:
+        """The tokens by which the opening marker goes on."""
+        return self.opening[state.matched : state.matched + 1]
 
     @staticmethod
     def kind(state: TokenState) -> str:
@@ -100,11 +107,15 @@ class TokenSplitter:
 class TextSplitter:
     """mlx_lm's TextStateMachine behind the same calls; its units are characters."""
 
-    exact = False
+    exact = by_tokens = False
 
     def __init__(self, machine, initial: str):
         self._machine = machine
-        self.first = machine.make_state(initial)
+        self.first = self.state(initial)
+
+    def state(self, name: str) -> tuple:
+        """Where a reading begins that stands in mlx_lm's state `name`."""
+        return self._machine.make_state(name)
 
     def units(self, text: str) -> int:
         return len(text)
@@ -126,7 +137,7 @@ class TextSplitter:
     def last(self, state: tuple, text: str) -> tuple[tuple, Parts]:
         return self.split(state, 0, text)
 
-    def flush(self, state: tuple) -> Parts:
+    def flush(self, state: tuple, cut: bool = False) -> Parts:
         return [Part(state[0], state[3], len(state[3]))]
 
     @staticmethod
@@ -156,10 +167,14 @@ def continues(data: bytes) -> bool:
     return 0x80 <= data[:1].ljust(1)[0] < 0xC0
 
 
+SIMPLE = {letter.encode() for letter in '"-0123456789tfn'}
 CLASSES = {
     "closes string": lambda data: data[:1] == b'"' and not data[1:].strip(b":]} \n"),
     "closes value": lambda data: data[:1] in (b"]", b"}") and not data.strip(b"]} \n"),
     "goes on": lambda data: data[:1] == b",",
+    # What holds no further values; else an object or a list of which nothing is said yet, so that it may end at once.
+    "is simple": lambda data: data.strip()[:1] in SIMPLE or data.strip() == b":",
+    "opens": lambda data: data.strip() in (b"{", b"[", b"{}", b"[]"),
     "says little": lambda data: bool(data.strip()) and b"," not in data,
     "says something": lambda data: bool(data.strip()),
 }
@@ -175,6 +190,7 @@ class ReplyFormat:
         self.width = width
         self.named = min(width, named_tokens(tokenizer))
         self.end_tokens = frozenset(token for token in tokenizer.eos_token_ids if token < width)
+        self.messages: Any = None  # how it writes several messages in a reply, where it does: a HarmonyFormat
         # How the vocabulary is written: byte-level BPE has a letter for each byte, SentencePiece a bar for a blank.
         vocabulary = tokenizer.get_vocab()
         self._byte_level = "\u0120" in vocabulary and "\u2581" not in vocabulary
@@ -227,15 +243,21 @@ class ReplyFormat:
         return self._row(f"tidy {missing} {may_end}", width, tidy)
 
     def continuing_row(self, width: int) -> mx.array:
-        """A mask, shape (width,): tokens that go on with a character that is begun."""
-        return self._row("continuing", width, lambda: filter(self._continues, range(min(width, self.named))))
+        """A mask, shape (width,): tokens that go on with a character that is begun, and begin none they do not end."""
+
+        def continuing():
+            named = filter(self._continues, range(min(width, self.named)))
+            return (token for token in named if not missing_bytes(self.token_bytes(token)))
+
+        return self._row("continuing", width, continuing)
 
     def _continues(self, token: int) -> bool:
         return continues(self.token_bytes(token))
 
-    def row_without(self, token: int, width: int) -> mx.array:
-        """A mask, shape (width,), that allows everything but `token`."""
-        return self._row(f"without {token}", width, lambda: set(range(width)) - {token})
+    def row_without(self, tokens: Iterable[int], width: int) -> mx.array:
+        """A mask, shape (width,), that allows everything but `tokens`."""
+        left_out = sorted(tokens)
+        return self._row(f"without {left_out}", width, lambda: set(range(width)).difference(left_out))
 
     def words(self, name: str) -> np.ndarray:
         """The tokens of a class of CLASSES, as the words of a TokenMask as wide as the output row."""

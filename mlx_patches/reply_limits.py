@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -147,7 +147,8 @@ class JsonPlace(NamedTuple):
         """The classes of tokens (reply_format.CLASSES) that lead out from here, the shortest way first."""
         if self.string:
             return ("closes string",)
-        return ("closes value", "goes on") if self.last.isdigit() else ("closes value",)
+        number = ("goes on",) if self.last.isdigit() else ()
+        return ("closes value", *number, "is simple", "opens")
 
 
 def read_limits(body: dict, flags: Any) -> Limits:
@@ -209,19 +210,19 @@ class LoopJudge:
         length = self._ends[-1]
         self._text = self._text[: max(length - self._from, 0)]
         self._scanned = min(self._scanned, length)
-        del self._hedges[bisect_right(self._hedges, length) :]
-        kept = bisect_right(self._stops, length)
+        # What ended just there was known by the letter after it.
+        del self._hedges[bisect_left(self._hedges, length) :]
+        kept = bisect_left(self._stops, length)
         del self._stops[kept:], self._sentences[kept:]
 
     def judge(self) -> str | None:
         """ "hedges" or "repeats" where the newest window exceeds that limit."""
         self._join()
         begin = self._ends[max(self.tokens - WINDOW, 0)]
-        first_new = len(self._sentences)
         self._scan()
         if self._hedge_limit and len(self._hedges) - bisect_right(self._hedges, begin) > self._hedge_limit:
             return "hedges"
-        if self._repeat_limit and (self._repeats(begin, first_new) or self._loops(begin)):
+        if self._repeat_limit and (self._repeats(begin) or self._loops(begin)):
             return "repeats"
         self._trim(begin)
         return None
@@ -246,8 +247,10 @@ class LoopJudge:
                 self._sentences.append(" ".join(words) if len(WORD.findall(said)) >= LEAST_WORDS else "")
         self._scanned = origin + len(text)
 
-    def _repeats(self, begin: int, first_new: int) -> bool:
+    def _repeats(self, begin: int) -> bool:
         window = self._sentences[bisect_right(self._stops, begin) :]
+        # New since the last judgement; one that was taken back may have seen some of them.
+        first_new = bisect_left(self._stops, self._ends[max(self.tokens - EVERY, 0)])
         new = {sentence for sentence in self._sentences[first_new:] if sentence}
         return any(window.count(sentence) > self._repeat_limit for sentence in new)
 
