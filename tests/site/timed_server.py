@@ -69,12 +69,12 @@ def wrap(owner, name: str, wrapper) -> None:
 slowed: set = set()
 
 if __name__ == "__main__":
-    import mlx_patched_server  # its check of mlx_lm's names comes before they are wrapped
-    from mlx_lm import server
-    from mlx_lm.generate import BatchGenerator
+    import mlx_patched_server  # first: it checks mlx_lm's names, which are then wrapped
+
+    server, batch_generator = mlx_patched_server.server, mlx_patched_server.cancellation.BatchGenerator
 
     wrap(server, "load", load)
-    wrap(BatchGenerator, "remove", remove)
+    wrap(batch_generator, "remove", remove)
     wrap(server.ResponseGenerator, "_tokenize", tokenize)
     wrap(server.ResponseGenerator, "_serve_single", serve_single)
     wrap(mlx_patched_server.Handler, "log_line", log_line)
