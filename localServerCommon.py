@@ -1,29 +1,73 @@
-"""What a server that a parent tool starts needs, whichever engine answers: error bodies and strict JSON.
+"""What a server that a parent tool starts needs, whichever engine answers: error bodies, JSON over HTTP, HTTP's limits.
 
 Nothing here knows mlx. A refusal is one exception from wherever it is found to the one place that writes it, so a
 client sees OpenAI's error object and never a traceback.
 """
 
+import errno
+import io
 import json
 import logging
 import math
+import os
+import re
+import select
+import signal
 import socket
 import sys
+import threading
 import time
 import uuid
+from contextlib import suppress
+from http import HTTPStatus
 from http.server import ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import NoReturn
 
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    411: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LAST_SECONDS = 1.5  # that replies have to be ended in, after a signal
+IDLE_SECONDS = 300  # that a kept connection may wait for its next request
+LINGER_SECONDS = 1  # that a refused client may be silent before its connection is closed
+
+
+def size(text: str) -> int:
+    """A flag's bytes, as mlx_lm writes them: 1024, 64MB, 1.5G (10**6, 10**9). Raises ValueError."""
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*) *([MG]?)B?", text.strip().upper())
+    if not found:
+        raise ValueError(text)
+    return int(float(found[1]) * {"": 1, "M": 10**6, "G": 10**9}[found[2]])
+
+
+def seconds(text: str) -> float:
+    """A flag's time. Raises ValueError unless it is above 0."""
+    if not float(text) > 0:
+        raise ValueError(text)
+    return float(text)
+
+
+FLAGS = (
+    (
+        "--exit-with-parent",
+        {
+            "action": "store_true",
+            "help": "Exit when standard input closes (also by AGENCY_EXIT_WITH_PARENT=1): for a parent tool's child",
+        },
+    ),
+    (
+        "--max-body-bytes",
+        {"type": size, "default": 2**26, "metavar": "SIZE", "help": "The largest request body (default: 64 MiB)"},
+    ),
+    (
+        "--request-timeout",
+        {
+            "type": seconds,
+            "default": 30.0,
+            "metavar": "N",
+            "help": "Seconds in which a request's head must arrive, and then its body (default: 30)",
+        },
+    ),
+)
 
 
 class Refused(Exception):
@@ -43,15 +87,9 @@ class Refused(Exception):
 
 def error_body(refused: Refused) -> dict:
     """OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
-    kind = ERROR_TYPES.get(refused.status, "server_error")
-    return {
-        "error": {
-            "message": refused.message,
-            "type": kind,
-            "param": refused.param,
-            "code": refused.code,
-        }
-    }
+    other = "invalid_request_error" if refused.status < 500 else "server_error"
+    kind = ERROR_TYPES.get(refused.status, other)
+    return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}}
 
 
 def strict_json(value) -> str:
@@ -64,42 +102,135 @@ def finite(number: float, floor: float = -9999.0) -> float:
     return max(number, floor) if math.isfinite(number) else floor
 
 
+class Arrivals(io.RawIOBase):
+    """What a client sends, read against the clock. Raises Refused (408). What is sent to it takes its time."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection, self._deadline = connection, math.inf
+
+    def allow(self, time_left: float) -> None:
+        """What is read from now on must arrive within `time_left` seconds."""
+        self._deadline = time.monotonic() + time_left
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        left = self._deadline - time.monotonic()
+        try:
+            if left > 0:
+                self._connection.settimeout(min(max(left, 0.001), 10**6))
+                return self._connection.recv_into(buffer)
+        except TimeoutError:
+            pass
+        finally:
+            self._connection.settimeout(None)
+        raise Refused("the request did not arrive in time", status=408, code="request_timeout")
+
+
 class JsonHandler:
     """Mixin for BaseHTTPRequestHandler: HTTP/1.1 with kept connections, JSON in and out, chunked event streams.
 
-    Every reply carries a length or is chunked, and an `x-request-id`: the client's own where it sent a plain one.
+    The class it is mixed into has `flags` (the values of FLAGS) and says who may call: `check_caller(hosts)` raises
+    Refused, `cors_headers()` go with every reply. A reply carries a length or is chunked, and an `x-request-id`: the
+    client's own where it sent a plain one.
     """
 
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # of a line that is no request: HTTP/0.9 would get no status and no headers
     disable_nagle_algorithm = True
-    status = 0
     chunked = False
+    kept = False  # this is not the connection's first request
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.arrivals = Arrivals(self.connection)
+        self.rfile = io.BufferedReader(self.arrivals)
+
+    def handle_one_request(self) -> None:
+        """One request. A connection that is kept and then idle is closed without a word."""
+        self.command, self.requestline, self.path, self.headers = "", "", "", {}
+        self.request_version = self.default_request_version
+        self.status, self.begun, self.exchange_id = 0, time.monotonic(), uuid.uuid4().hex
+        self.unread, self.expects = True, False
+        idle, self.kept = self.kept, True
+        try:
+            self.arrivals.allow(max(IDLE_SECONDS, self.flags.request_timeout) if idle else self.flags.request_timeout)
+            self.rfile.peek(1)
+            idle = False
+            self.server.answering.add(self)
+            self.arrivals.allow(self.flags.request_timeout)
+            super().handle_one_request()
+        except Refused as late:
+            self.close_connection = True
+            if not idle:
+                self.send_refused(late)
+        finally:
+            self.server.answering.discard(self)
+        if self.unread:
+            self.close_connection = True
+            self.discard_rest()
+
+    def discard_rest(self) -> None:
+        """Say that no more is coming, and wait until the client has no more: else it might never read the reply."""
+        until = time.monotonic() + self.flags.request_timeout
+        with suppress(Refused, OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while time.monotonic() < until:
+                self.arrivals.allow(LINGER_SECONDS)
+                if not self.rfile.read1(2**16):
+                    return
+
+    def handle_expect_100(self) -> bool:
+        self.expects = True  # answered when the body is read, if it is
+        return True
 
     def parse_request(self) -> bool:
-        self.exchange_id = uuid.uuid4().hex
-        parsed = super().parse_request()
-        if parsed:
-            own = self.headers.get("x-request-id", "")
-            if own.isascii() and own.isprintable() and 0 < len(own) <= 200:
-                self.exchange_id = own
-            self.status = 0
-            self.begun = time.monotonic()
-            bodiless = self.headers.get("Content-Length", "0") == "0" and "Transfer-Encoding" not in self.headers
-            if self.command != "POST" and not bodiless:
-                self.close_connection = True  # the body is not read, and must not be taken for the next request
-        return parsed
+        """Whether there is a request to answer. What is wrong with it, or with who sends it, is answered here."""
+        if not super().parse_request():
+            return False
+        own = self.headers.get("x-request-id", "")
+        if own.isascii() and own.isprintable() and 0 < len(own) <= 200:
+            self.exchange_id = own
+        bodiless = self.headers.get("Content-Length", "0") == "0" and "Transfer-Encoding" not in self.headers
+        self.unread = self.command == "POST" or not bodiless
+        self.begun = time.monotonic()
+        hosts = self.headers.get_all("Host", [])
+        if found := re.match(r"https?://([^/?#]*)", self.path, re.IGNORECASE):  # a request as proxies write it
+            hosts.append(found[1])
+            self.path = "/" + self.path[found.end() :].lstrip("/")
+        try:
+            self.check_caller(hosts)
+        except Refused as refused:
+            self.send_refused(refused)
+            self.log_line(f"refused: {refused.code}")
+            return False
+        return True
+
+    def read_body(self) -> bytes:
+        """Raises Refused: 411 without a length, 400 for a wrong one, 413 for one that is too large, 408."""
+        lengths, most = self.headers.get_all("Content-Length", []), self.flags.max_body_bytes
+        if not lengths or "Transfer-Encoding" in self.headers:
+            raise Refused("Content-Length is required", status=411)
+        if len(lengths) > 1 or not re.fullmatch(r"[0-9]{1,18}", lengths[0].strip()):
+            raise Refused("Content-Length must be one whole number")
+        length = int(lengths[0])
+        if length > most:
+            raise Refused(f"the body has {length} bytes, and this server reads at most {most}", status=413)
+        if self.expects:
+            self.send_response_only(100)
+            self.end_headers()
+        self.arrivals.allow(self.flags.request_timeout)
+        data = self.rfile.read(length)
+        if len(data) < length:
+            raise Refused(f"the body ended after {len(data)} of {length} bytes")
+        self.unread = False
+        return data
 
     def read_json(self) -> dict:
-        """The request's body. Raises Refused: 411 or 400 for its length, 400 for what is no JSON object."""
-        length = self.headers.get("Content-Length")
-        if length is None:
-            self.close_connection = True
-            raise Refused("Content-Length is required", status=411)
-        if not length.isdecimal():
-            self.close_connection = True
-            raise Refused("Content-Length must be a whole number")
-        raw = self.rfile.read(int(length))
+        """The request's body. Raises Refused: for its length (`read_body`), 400 for what is no JSON object."""
+        raw = self.read_body()
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError) as fault:
@@ -110,14 +241,16 @@ class JsonHandler:
 
     def send_head(self, status: int, content_type: str, headers: dict[str, str]) -> None:
         self.status = status
+        self.close_connection |= self.unread  # what is unread must not be taken for the next request
+        if self.request_version == "HTTP/0.9":
+            self.request_version = self.default_request_version  # one that names it is answered as such a line is
         self.send_response(status)
         self.send_header("Content-Type", content_type)
-        self.send_header("x-request-id", getattr(self, "exchange_id", None) or uuid.uuid4().hex)
-        for name, value in headers.items():
+        self.send_header("x-request-id", self.exchange_id)
+        for name, value in {**headers, **self.cors_headers()}.items():
             self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
-        self._set_cors_headers()
         self.end_headers()
 
     def do_OPTIONS(self) -> None:
@@ -130,15 +263,13 @@ class JsonHandler:
             self.wfile.write(data)
 
     def send_refused(self, refused: Refused) -> None:
-        self.send_json(refused.status, error_body(refused))
+        later = {"Retry-After": "1"} if refused.status == 429 else {}
+        self.send_json(refused.status, error_body(refused), later)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The base class's own refusals (an unknown method, a broken request line) as the same error object."""
         self.close_connection = True
-        self.requestline = getattr(self, "requestline", "")
-        if not hasattr(self, "headers"):
-            self.headers = {}
-        self.send_json(code, error_body(Refused(message or f"HTTP {code}", status=code)))
+        self.send_json(code, error_body(Refused(message or HTTPStatus(code).phrase, status=code)))
 
     def start_stream(self, headers: dict[str, str]) -> None:
         self.chunked = self.request_version >= "HTTP/1.1"
@@ -187,6 +318,37 @@ class JsonHandler:
         """One line a request is written as it ends; this one would be a second."""
 
 
+def first_address(host: str, port: int) -> tuple:
+    """(family, address) to bind. Raises OSError for a host or a port that is none."""
+    if not 0 <= port < 2**16:  # getaddrinfo takes it modulo 2**16
+        raise OSError(errno.EINVAL, "a port is a number from 0 to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except UnicodeError:
+        raise OSError(errno.EINVAL, "this is no host name") from None
+    return found[0], found[4]
+
+
+def start_process(arguments: list[str]) -> None:
+    """What a server does before anything that takes time: a signal ends it, and so does its parent where it is asked.
+
+    With AGENCY_EXIT_WITH_PARENT=1 or the flag, the parent holds the other end of standard input and never writes: when
+    it closes, the process ends. Otherwise standard input is never read.
+    """
+    for each in SIGNALS:
+        signal.signal(each, lambda *_: os._exit(0))
+    flag = any(len(word) > 2 and "--exit-with-parent".startswith(word) for word in arguments)  # argparse abbreviates
+    if flag or os.environ.get("AGENCY_EXIT_WITH_PARENT") == "1":
+        threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def exit_with_parent() -> None:
+    with suppress(OSError):  # not open at all
+        while select.select([0], [], []) and os.read(0, 4096):
+            pass
+    os._exit(0)
+
+
 class Listener(ThreadingHTTPServer):
     """A bound socket whose connections get a thread each. Raises OSError where it cannot bind."""
 
@@ -194,9 +356,37 @@ class Listener(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, handler):
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        self.address_family = family
+        self.answering = set()  # handlers that a request has begun to reach
+        self.address_family, address = first_address(host, port)
         super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Without http.server's look-up of the host's full name, which may ask the network."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def serve_until_signal(self, end_replies) -> NoReturn:
+        """Serve until SIGTERM or SIGINT; then `end`. A second signal ends the process at once. In the main thread."""
+
+        def first(*_):
+            for each in SIGNALS:
+                signal.signal(each, lambda *_: os._exit(1))
+            raise SystemExit  # out of serve_forever, wherever that is
+
+        with suppress(SystemExit):
+            for each in SIGNALS:
+                signal.signal(each, first)
+            self.serve_forever()
+        self.server_close()
+        self.end(0, end_replies)
+
+    def end(self, status: int, end_replies) -> NoReturn:
+        """End the process. `end_replies()` tells those that are being made, which get LAST_SECONDS to be written."""
+        end_replies()
+        until = time.monotonic() + LAST_SECONDS
+        while self.answering and time.monotonic() < until:
+            time.sleep(0.01)
+        os._exit(status)
 
     def handle_error(self, request, client_address) -> None:
         logging.info("a connection from %s broke: %s", client_address[0], sys.exc_info()[1])
