@@ -6,48 +6,92 @@ does stands in its file under mlx_patches/.
 
 import sys
 
+from localServerCommon import start_process
 from mlx_patches import seams
 
-if complaint := seams.check():
+if complaint := start_process(sys.argv[1:]) or seams.check():
     sys.exit(complaint)
 
 import argparse
-import json
+import functools
 import logging
-import os
-import threading
 import time
 import uuid
 from urllib.parse import unquote
 
 from mlx_lm import server
 
-from localServerCommon import JsonHandler, Listener, Refused
-from mlx_patches import keepalive, model_names, padded_rows, reply_limits, watcher
+import localServerCommon
+from localServerCommon import JsonHandler, Refused
+from mlx_patches import (
+    access,
+    cancellation,
+    image_urls,
+    keepalive,
+    model_names,
+    padded_rows,
+    process,
+    reply_limits,
+    survival,
+    watcher,
+)
+from mlx_patches.access import ChecksCallers
+from mlx_patches.cache_leak import CutsCounters
+from mlx_patches.cancellation import LeavesEarly, RowBatch, while_connected
+from mlx_patches.chat_messages import ReadsMessages
 from mlx_patches.chat_wire import ChatEncoder, CompletionEncoder, Head
+from mlx_patches.context_window import HoldsContextWindow, note_window
+from mlx_patches.draft_models import RefusesDrafts, draft_complaint
+from mlx_patches.harmony import RendersHarmony, SpeaksHarmony
 from mlx_patches.keepalive import KeepsAlive
 from mlx_patches.model_names import ServesOneModel
+from mlx_patches.padded_rows import KeepsToVocabulary
+from mlx_patches.prompt_cache import PromptCache, SegmentsPrompts, store_points
 from mlx_patches.reply_events import Finished, StreamsReplies
 from mlx_patches.reply_format import LearnsReplyFormat
 from mlx_patches.request_bodies import read_request
 from mlx_patches.structured_output import CompilesGrammars, warning_header
+from mlx_patches.survival import SurvivesFaults
+from mlx_patches.tool_choice import ChoosesTools
 from mlx_patches.watcher import WatchesReplies
 
 
-class Provider(ServesOneModel, CompilesGrammars, LearnsReplyFormat, server.ModelProvider):
+class Provider(
+    ServesOneModel, RefusesDrafts, CompilesGrammars, SpeaksHarmony, LearnsReplyFormat, server.ModelProvider
+):
     """The loaded model, and what belongs to it."""
 
 
-class Generator(StreamsReplies, WatchesReplies, server.ResponseGenerator):
+class Generator(
+    CutsCounters,
+    SurvivesFaults,
+    LeavesEarly,
+    ChoosesTools,
+    StreamsReplies,
+    WatchesReplies,
+    HoldsContextWindow,
+    KeepsToVocabulary,
+    ReadsMessages,
+    RendersHarmony,
+    SegmentsPrompts,
+    server.ResponseGenerator,
+):
     """mlx_lm's generation loop and the way into it."""
 
 
 SWAPS = (
     ("server.ModelProvider", lambda upstream: Provider),
     ("server.run", lambda upstream: run),
+    ("server.load_processor", note_window),
     ("server._make_logits_processors", watcher.add_watcher),
+    ("server._make_logits_processors", survival.guard_processors),
     ("server._make_sampler", padded_rows.sample_named_tokens),
+    ("server._make_sampler", survival.guard_sampler),
     ("server._format_top_logprobs", padded_rows.list_named_tokens),
+    ("server.BatchGenerator", lambda upstream: RowBatch),
+    ("server.stream_generate", store_points),
+    ("server.stream_generate", cancellation.stop_between_chunks),
+    ("generate.PromptProcessingBatch.prompt", survival.guard_prompts),
     ("generate.GenerationBatch._step", watcher.note_step_tokens),
 )
 
@@ -59,7 +103,7 @@ ENCODERS = {
 }
 
 
-class Handler(KeepsAlive, JsonHandler, server.APIHandler):
+class Handler(KeepsAlive, ChecksCallers, JsonHandler, server.APIHandler):
     """One client's connection: a body becomes a request, the reply's events become the client's protocol."""
 
     @property
@@ -69,7 +113,7 @@ class Handler(KeepsAlive, JsonHandler, server.APIHandler):
     def do_GET(self):
         path = self.path.partition("?")[0].rstrip("/")
         if path == "/health":
-            self.send_health()
+            self.send_json(*process.health(self.response_generator))
         elif path == "/v1/models":
             self.send_json(200, model_names.model_list(self.flags, self.created))
         elif path.startswith("/v1/models/"):
@@ -79,15 +123,6 @@ class Handler(KeepsAlive, JsonHandler, server.APIHandler):
             self.send_refused(Refused(f"there is nothing at {path}", status=404, code="not_found"))
 
     do_HEAD = do_GET
-
-    def send_health(self):
-        provider = self.response_generator.model_provider
-        if not provider.settled.is_set():
-            self.send_json(503, {"status": "loading"})
-        elif self.response_generator.is_healthy:
-            self.send_json(200, {"status": "ok"})
-        else:
-            self.send_json(503, {"status": "unavailable", "reason": "the generation thread has ended"})
 
     def do_POST(self):
         self.answer(self.reply)
@@ -110,7 +145,7 @@ class Handler(KeepsAlive, JsonHandler, server.APIHandler):
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4()}"
         head = Head(name, values["model"], int(time.time()), self.system_fingerprint)
         encoder = encoder_class(head, include_usage=args.ask.include_usage, logprobs=args.logprobs)
-        events = self.response_generator.events(request, args)
+        events = while_connected(self.connection, self.response_generator.events(request, args))
         headers = warning_header(args.ask.grammar)
         try:
             end = (self.stream_reply if values["stream"] else self.send_reply)(encoder, events, headers)
@@ -131,42 +166,25 @@ class Handler(KeepsAlive, JsonHandler, server.APIHandler):
 
 
 def run(host: str, port: int, provider: Provider) -> None:
-    """Bind, then load, then serve: a port in use ends the process before the model is in memory."""
-    fingerprint = server.get_system_fingerprint()
-    try:
-        listener = Listener(host, port, lambda *args: Handler(generator, *args, system_fingerprint=fingerprint))
-    except OSError as fault:
-        sys.exit(f"cannot listen on {host}:{port}: {fault.strerror}")
-    generator = Generator(provider, server.LRUPromptCache(provider.cli_args.prompt_cache_size))
-    if server.mx.distributed.init().rank() > 0:
-        generator.join()
-        return
-    threading.Thread(target=announce, args=(listener, provider), daemon=True).start()
-    try:
-        listener.serve_forever()
-    except KeyboardInterrupt:
-        generator.stop_and_join()
+    make_handler = functools.partial(Handler, system_fingerprint=server.get_system_fingerprint())
+    process.serve(host, port, provider, lambda: Generator(provider, PromptCache(provider.cli_args)), make_handler)
 
 
-def announce(listener: Listener, provider: Provider) -> None:
-    """Say on standard output that the server is ready, or on standard error why it never will be."""
-    provider.settled.wait()
-    if provider.load_error is not None:
-        print(f"cannot load {provider.cli_args.model}: {provider.load_error}", file=sys.stderr, flush=True)
-        os._exit(1)
-    host, port = listener.server_address[:2]
-    ready = {"event": "ready", "host": host, "port": port, "model": provider.cli_args.model, "pid": os.getpid()}
-    print(json.dumps(ready), flush=True)
-
-
-class Parser(argparse.ArgumentParser):
+class Parser(process.LineParser):
     """mlx_lm.server's parser, with our flags in a group of their own."""
+
+    def add_argument(self, *names, **options):
+        return super().add_argument(*names, **options | access.CHANGED_FLAGS.get(names[0], {}))
 
     def parse_args(self, *args, **kwargs):
         own = self.add_argument_group("mlx-patched-server")
-        for name, options in (*keepalive.FLAGS, *model_names.FLAGS, *reply_limits.FLAGS):
-            own.add_argument(name, **options)
-        return super().parse_args(*args, **kwargs)
+        for room in (localServerCommon, access, image_urls, keepalive, model_names, reply_limits, survival):
+            for name, options in room.FLAGS:
+                own.add_argument(name, **options)
+        flags = super().parse_args(*args, **kwargs)
+        if complaint := access.unsafe_address(flags) or draft_complaint(flags):
+            self.exit(2, f"{complaint}\n")
+        return flags
 
 
 def main() -> None:
