@@ -33,7 +33,7 @@ from mlx_patches import (
     process,
     reply_limits,
     survival,
-    watcher,
+    watched_replies,
 )
 from mlx_patches.access import ChecksCallers
 from mlx_patches.cache_leak import CutsCounters
@@ -53,12 +53,10 @@ from mlx_patches.request_bodies import read_request
 from mlx_patches.structured_output import CompilesGrammars, warning_header
 from mlx_patches.survival import SurvivesFaults
 from mlx_patches.tool_choice import ChoosesTools
-from mlx_patches.watcher import WatchesReplies
+from mlx_patches.watched_replies import WatchesReplies
 
 
-class Provider(
-    ServesOneModel, RefusesDrafts, CompilesGrammars, SpeaksHarmony, LearnsReplyFormat, server.ModelProvider
-):
+class Provider(ServesOneModel, RefusesDrafts, CompilesGrammars, SpeaksHarmony, LearnsReplyFormat, server.ModelProvider):
     """The loaded model, and what belongs to it."""
 
 
@@ -83,7 +81,7 @@ SWAPS = (
     ("server.ModelProvider", lambda upstream: Provider),
     ("server.run", lambda upstream: run),
     ("server.load_processor", note_window),
-    ("server._make_logits_processors", watcher.add_watcher),
+    ("server._make_logits_processors", watched_replies.add_watcher),
     ("server._make_logits_processors", survival.guard_processors),
     ("server._make_sampler", padded_rows.sample_named_tokens),
     ("server._make_sampler", survival.guard_sampler),
@@ -92,7 +90,7 @@ SWAPS = (
     ("server.stream_generate", store_points),
     ("server.stream_generate", cancellation.stop_between_chunks),
     ("generate.PromptProcessingBatch.prompt", survival.guard_prompts),
-    ("generate.GenerationBatch._step", watcher.note_step_tokens),
+    ("generate.GenerationBatch._step", watched_replies.note_step_tokens),
 )
 
 

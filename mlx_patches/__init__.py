@@ -12,10 +12,16 @@ schema_keywords.py    what llguidance holds of one schema's keywords
 reply_format.py       how a model writes a reply: thinking markers, end tokens, the text of a token
 harmony.py            the Harmony reply format (gpt-oss)
 watcher.py            the logits processor: phases, grammar, stop strings; takes tokens back
+watched_replies.py    which replies are watched, and the tokens of each step
 token_masks.py        masks over the vocabulary, on any device
 padded_rows.py        ids beyond the vocabulary are never sampled
 reply_limits.py       reasoning budget, hedges, repeats
 stop_strings.py       stop strings, matched on text
+call_reader.py        calls read out of a reply as it comes
+tool_arguments.py     a text between call markers → calls: mlx_lm's parsers, made total
+tool_formats.py       which shapes each of mlx_lm's tool formats has
+tool_dialects.py      the shapes of calls: JSON, JSON behind a header, tags, Python
+argument_values.py    values that a model wrote → JSON, by their schema
 reply_events.py       generated tokens → one stream of events
 chat_wire.py          the events as chat completions and completions write them
 keepalive.py          comment lines while nothing comes

@@ -74,7 +74,7 @@ class ServesOneModel:
 
     def __init__(self, cli_args: Any):
         self.settled = threading.Event()
-        self.load_error: Exception | None = None
+        self.load_error: BaseException | None = None
         super().__init__(cli_args)
 
     def load_default(self) -> None:
@@ -82,7 +82,7 @@ class ServesOneModel:
             if self.cli_args.model == DEMO:
                 self._model_map["default_model"] = str(demo_model.folder())
             super().load_default()
-        except Exception as fault:
+        except BaseException as fault:  # a panic in a tokenizer's Rust is no Exception
             # The launcher says so in one line; mlx_lm's loop would log a traceback of anything but this.
             self.load_error = fault
             raise SystemExit from fault

@@ -14,12 +14,15 @@ the content it made; while the newest tokens may yet be a marker they wait.
 
 from __future__ import annotations
 
+import logging
+import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from queue import Empty, Queue
 from typing import Any, NamedTuple
 
 from localServerCommon import Refused, finite
+from mlx_patches.call_reader import Arguments, Closed, Dropped, Opened, Unread
 from mlx_patches.reply_format import ANSWER, MARKER, REASONING, Part
 from mlx_patches.stop_strings import StopStrings
 
@@ -94,14 +97,18 @@ class ReplyReader:
         splitter: Any,
         stops: StopStrings | None,
         token_bytes: Callable[[int], bytes],
-        format_calls: Callable[[list[str]], list[dict]],
+        format_calls: Callable[[list[str]], list[dict]] | None,
         *,
         logprobs: bool = False,
+        streamed: bool = True,
     ):
-        """`format_calls` turns the texts between call markers into OpenAI's call objects (mlx_lm's formatter)."""
+        """`format_calls` turns calls that a splitter gives as text into OpenAI's call objects.
+
+        `streamed`: a call is sent while it is written; else only when it is whole.
+        """
         self._splitter, self._stops = splitter, stops
         self._token_bytes, self._format_calls = token_bytes, format_calls
-        self._logprobs = logprobs
+        self._logprobs, self._streamed = logprobs, streamed
         self._state = splitter.first
         self._kind = splitter.kind(self._state)
         self._open: deque[_Token] = deque()  # tokens of which not all is decided
@@ -110,7 +117,10 @@ class ReplyReader:
         self._sent = 0  # characters of content that are sent
         self._held = ""
         self._call_text = ""
-        self._calls = 0
+        self._calls = 0  # that are whole
+        self._opened = 0
+        self._waiting: list[CallOpened | CallArguments] = []  # of a call that is not whole
+        self._cut = False
         self._stopped = False
         self.tokens = 0
         self.reasoning_tokens = 0
@@ -121,6 +131,7 @@ class ReplyReader:
         self.tokens += 1
         yield from self._read(response)
         if response.finish_reason is not None and not self._stopped:
+            self._cut = response.finish_reason != "stop"
             yield from self._finish()
         reason = "stop" if self._stopped else response.finish_reason
         self.finish_reason = "tool_calls" if reason == "stop" and self._calls else reason
@@ -174,6 +185,10 @@ class ReplyReader:
 
     def _emit(self, parts: list[Part]) -> Iterator[Any]:
         for part in parts:
+            if part.steps:
+                yield from self._steps(part.steps)
+                if self._streamed and Dropped(cut=True) in part.steps:
+                    part = part._replace(kind=MARKER, text="")  # its arguments stay as they were sent
             self._attribute(part)
             if part.kind == MARKER:
                 continue
@@ -208,7 +223,7 @@ class ReplyReader:
             yield Content(text, tuple(entries))
 
     def _finish(self) -> Iterator[Any]:
-        yield from self._emit(self._splitter.flush(self._state))
+        yield from self._emit(self._splitter.flush(self._state, self._cut))
         if self._stopped:
             return
         while self._open:
@@ -224,15 +239,58 @@ class ReplyReader:
         text, self._call_text = self._call_text, ""
         for call in self._format_calls([text]):
             function = call["function"]
-            yield CallOpened(self._calls, call["id"], function.get("name", ""))
-            yield CallArguments(self._calls, function["arguments"])
+            yield CallOpened(self._opened, call["id"], function.get("name", ""))
+            yield CallArguments(self._opened, function["arguments"])
+            self._opened += 1
             self._calls += 1
+
+    def _steps(self, steps: tuple) -> Iterator[Any]:
+        """What a call reader says of calls."""
+        for step in steps:
+            match step:
+                case Opened(call_id, name, known):
+                    if not known:
+                        logging.warning("A call of %r, which is no tool of the request", name)
+                    self._waiting.append(CallOpened(self._opened, call_id or str(uuid.uuid4()), name))
+                    self._opened += 1
+                case Arguments(text):
+                    self._waiting.append(CallArguments(self._opened - 1, text))
+                case Closed():
+                    self._calls += 1
+                    yield from self._waiting
+                    self._waiting = []
+                case Dropped():
+                    self._opened -= not self._streamed
+                    self._waiting = []
+                case Unread(text):
+                    logging.warning("A tool call that cannot be read is given as text: %.500r", text)
+            if self._streamed:
+                yield from self._waiting
+                self._waiting = []
+
+
+class Replies(Queue):
+    """What mlx_lm's loop has for one request. After each put the loop looks whether the context of its row is stopped.
+
+    It must find it stopped where the row was let go, also when the client left before it read the context.
+    """
+
+    def __init__(self, args: Any):
+        super().__init__()
+        self._args, self._context = args, None
+
+    def put(self, item: Any, *given: Any, **named: Any) -> None:
+        if self._context is None and hasattr(item, "stop"):
+            self._context = item
+        if self._context is not None and (self._args.cancelled or self._args.fault is not None):
+            self._context.stop()
+        super().put(item, *given, **named)
 
 
 class StreamsReplies:
     """Mixin for ResponseGenerator: `events`, one reply as the stream above."""
 
-    TICK = 0.25  # seconds between two looks at the clock while nothing comes
+    TICK = 0.05  # seconds between two looks at the clock while nothing comes
 
     def events(self, request: Any, args: Any) -> Iterator[Any]:
         """Started, what ReplyReader gives, Finished; None in between, at least once each TICK, for who keeps time.
@@ -242,6 +300,9 @@ class StreamsReplies:
         context = None
         try:
             for item in self._items(request, args):
+                if args.fault is not None or (args.watcher is not None and args.watcher.fault is not None):
+                    raise Refused("the reply had to be stopped: an internal error", status=500)
+                args.begun |= context is not None and item is not None
                 if item is None or isinstance(item, tuple):
                     yield None
                 elif context is None:
@@ -250,52 +311,60 @@ class StreamsReplies:
                     yield Started(len(context.prompt))
                 else:
                     yield from reader.read(item)
-                    if args.watcher is not None and args.watcher.fault is not None:
-                        raise Refused("the reply had to be stopped: an internal error", status=500)
                     if reader.finish_reason is not None:
                         counts = reader.tokens, context.prompt_cache_count, reader.reasoning_tokens
                         watcher = args.watcher
-                        reason = "length" if watcher is not None and watcher.cut_answer else reader.finish_reason
-                        cut = watcher.cut if watcher is not None else None
+                        cut, of_answer = watcher.cut_of(reader.tokens) if watcher is not None else (None, False)
+                        reason = "length" if of_answer else reader.finish_reason
                         yield Finished(reason, len(context.prompt), *counts, cut)
                         return
                     yield None  # a long call's tokens are no event until it is whole
             raise Refused("the reply ended early", status=500)
         finally:
+            args.cancelled = not self._is_distributed  # ranks agree on `context.stop` only
             if context is not None:
                 context.stop()
+
+    def prepare(self, request: Any, args: Any) -> None:
+        """What a request needs that takes time and no generation thread, whose own look-up finds it in a cache."""
+        if args.ask.grammar is not None and self.model_provider.model is not None:
+            self.model_provider.grammars.matcher(args.ask.grammar)
+
+    def forget(self, queue: Queue) -> None:
+        """The request whose queue this was is over; for a room that keeps count."""
 
     def _items(self, request: Any, args: Any) -> Iterator[Any]:
         """What mlx_lm's loop puts on the request's queue, and None for each TICK without it."""
         while not self.model_provider.settled.wait(self.TICK):
             yield None
-        if args.ask.grammar is not None and self.model_provider.model is not None:
-            # Compiled here, off the generation thread; its own look-up finds it in the cache.
-            self.model_provider.grammars.matcher(args.ask.grammar)
-        queue: Queue = Queue()
+        self.prepare(request, args)
+        queue = Replies(args)
         if not self.generation_available():
             raise Refused("the model cannot reply", status=503, code="unavailable")
         self.requests.put((queue, request, args))
-        while True:
-            try:
-                item = queue.get(timeout=self.TICK)
-            except Empty:
-                if not self.generation_available():
-                    raise Refused("the generation thread died", status=500) from None
-                item = ()
-            if item is None:
-                return
-            if isinstance(item, Exception):
-                raise item
-            yield item or None
+        try:
+            while True:
+                try:
+                    item = queue.get(timeout=self.TICK)
+                except Empty:
+                    if not self.generation_available():
+                        raise Refused("the generation thread died", status=500) from None
+                    item = ()
+                if item is None:
+                    return
+                if isinstance(item, Exception):
+                    raise item
+                yield item or None
+        finally:
+            self.forget(queue)
 
     def _reader(self, request: Any, args: Any, context: Any) -> ReplyReader:
-        from mlx_lm.server import ToolCallFormatter
-
+        form = self.model_provider.reply_format
         return ReplyReader(
             args.splitter,
             StopStrings(args.ask.stops) if args.ask.stops else None,
-            self.model_provider.reply_format.token_bytes,
-            ToolCallFormatter(context.tool_parser, request.tools),
+            form.token_bytes,
+            None,
             logprobs=args.logprobs,
+            streamed=args.ask.stream,
         )

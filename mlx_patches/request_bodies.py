@@ -14,14 +14,18 @@ unknown fields are ignored. What goes beyond mlx_lm's own arguments is an `Ask`,
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from mlx_lm import server
 
 from localServerCommon import Refused
+from mlx_patches.chat_messages import read_messages
+from mlx_patches.image_urls import inline_images
 from mlx_patches.reply_limits import Limits, read_limits
 from mlx_patches.structured_output import Grammar, read_grammar
+from mlx_patches.tool_choice import ToolRules, read_tools
 
 
 class Field(NamedTuple):
@@ -62,11 +66,20 @@ FIELDS = {
     "logit_bias": Field(dict),
     "seed": Field(int, None, -(2**63), 2**64 - 1),
     "chat_template_kwargs": Field(dict),
+    "reasoning_effort": Field(str),
     "role_mapping": Field(dict),
     "tools": Field(list),
 }
 NAMES = {bool: "a boolean", int: "an integer", str: "a string", dict: "an object", list: "a list", "number": "a number"}
 MOST_TOP_LOGPROBS = 20
+EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium"}
+EFFORTS |= {"high": "high", "xhigh": "high", "max": "high"}
+TEMPLATE_ARGUMENTS = {
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages"),
+    *("padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens"),
+    *("tokenize", "tokenizer_kwargs", "tools", "truncation"),
+}
+"""What `apply_chat_template` takes beside the template's own variables (transformers 5.24); `documents` is one."""
 SAMPLING = [field.name for field in fields(server.SamplingArguments)]
 LOGITS = [field.name for field in fields(server.LogitsProcessorArguments)]
 
@@ -76,12 +89,53 @@ NO_LIMITS = Limits(0, 0, 0)
 
 @dataclass
 class Ask:
-    """What a request asks for beyond mlx_lm's arguments. Picklable: it is shared between ranks with the request."""
+    """What a request asks for beyond mlx_lm's arguments. Picklable: it is shared between ranks with the request.
 
+    `calls` holds a block of calls in free text; `calls_in_grammar`: `grammar` has calls in it, as `tools` wants them.
+    """
+
+    stream: bool = False
     grammar: Grammar | None = None
     stops: tuple[str, ...] = ()
     include_usage: bool = False
     limits: Limits = NO_LIMITS
+    tools: ToolRules | None = None
+    calls: Grammar | None = None
+    calls_in_grammar: bool = False
+
+
+def check_values(body: dict) -> None:
+    """Raises Refused (400) naming the place of what no text or number is: half a character, NaN, an infinity."""
+    stack: list[tuple[str, Any]] = [("", body)]
+    while stack:
+        at, container = stack.pop()
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            if isinstance(value, dict | list):
+                stack.append((_place(at, key), value))
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise Refused(f"{_place(at, key)} must be a number, not {value}", param=_place(at, key))
+            for text in (key, value):
+                if isinstance(text, str) and not text.isascii() and not _is_text(text):
+                    raise Refused(
+                        f"{_place(at, key)} has a surrogate that is not half of a pair", param=_place(at, key)
+                    )
+
+
+def _place(at: str, key: str | int) -> str:
+    """`messages[0].content`: the way to a value."""
+    if isinstance(key, int):
+        return f"{at}[{key}]"
+    key = key.encode("utf-8", "backslashreplace").decode()
+    return f"{at}.{key}" if at else key
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_fields(body: dict, flags: Any) -> dict[str, Any]:
@@ -90,6 +144,12 @@ def read_fields(body: dict, flags: Any) -> dict[str, Any]:
     if values["max_completion_tokens"] is not None:
         values["max_tokens"] = values["max_completion_tokens"]
     values["logit_bias"] = _read_logit_bias(values["logit_bias"])
+    if not all(isinstance(text, str) for text in (values["role_mapping"] or {}).values()):
+        raise Refused("role_mapping must map roles to strings", param="role_mapping")
+    for name in ("repetition_context_size", "presence_context_size", "frequency_context_size"):
+        values[name] = min(values[name], 2**31 - 1)  # no history is longer, and no index
+    # No two tokens have more than half of the probability: a higher threshold excludes none, as this one does.
+    values["xtc_threshold"] = min(values["xtc_threshold"], 0.5)
     return values
 
 
@@ -112,10 +172,9 @@ def _read(name: str, field: Field, value: Any, flags: Any) -> Any:
 def _read_logit_bias(bias: dict | None) -> dict[int, float] | None:
     if bias is None:
         return None
-    try:
-        return {int(token): float(_read("logit_bias", Field("number"), value, None)) for token, value in bias.items()}
-    except (TypeError, ValueError):
-        raise Refused("logit_bias must map token ids to numbers", param="logit_bias") from None
+    if None in bias.values() or not all(re.fullmatch(r"[0-9]{1,9}", token) for token in bias):
+        raise Refused("logit_bias must map token ids to numbers", param="logit_bias")
+    return {int(token): _read("logit_bias", Field("number"), value, None) for token, value in bias.items()}
 
 
 def read_stops(body: dict) -> tuple[str, ...]:
@@ -152,6 +211,7 @@ def read_ask(body: dict, values: dict[str, Any], flags: Any) -> Ask:
     if include_usage is not None and not isinstance(include_usage, bool):
         raise Refused("stream_options.include_usage must be a boolean", param="stream_options.include_usage")
     return Ask(
+        stream=values["stream"],
         grammar=read_grammar(body),
         stops=read_stops(body),
         include_usage=bool(include_usage),
@@ -159,61 +219,68 @@ def read_ask(body: dict, values: dict[str, Any], flags: Any) -> Ask:
     )
 
 
-def read_messages(body: dict) -> list[dict]:
-    """`messages`: a list of objects, not empty, each with a role and, if any, a content of text or parts.
-
-    Raises Refused (400).
-    """
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused("messages must be a list that is not empty", param="messages")
-    for i, message in enumerate(messages):
-        at = f"messages[{i}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(f"{at} must be an object with a role", param=at)
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        if not isinstance(content, str | list | None) or not all(isinstance(part, dict) for part in parts):
-            raise Refused(f"{at}.content must be a string or a list of parts", param=f"{at}.content")
-    return messages
-
-
 def read_prompt(body: dict) -> str:
-    """`prompt`: a string that is not empty. Raises Refused (400)."""
+    """`prompt`: a string that is not empty, or a list of one. Raises Refused (400)."""
     prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
         raise Refused("prompt must be a string that is not empty", param="prompt")
     return prompt
 
 
-def read_template_kwargs(body: dict, values: dict[str, Any]) -> dict[str, Any] | None:
-    """`chat_template_kwargs`; `thinking: {"type": "disabled"}` is its `enable_thinking: false`."""
+def read_template_kwargs(body: dict, values: dict[str, Any], flags: Any) -> dict[str, Any] | None:
+    """`chat_template_kwargs`, without what mlx_lm or transformers would take for its own. Raises Refused (400).
+
+    `thinking: {"type": "disabled"}` is its `enable_thinking: false`, and so is the effort "none" where nothing else is
+    said. `reasoning_effort` is a word of EFFORTS; thinking that is off means the lowest. What is given itself wins.
+    """
     thinking = body.get("thinking")
-    off = isinstance(thinking, dict) and thinking.get("type") == "disabled"
-    given = values["chat_template_kwargs"]
-    return {"enable_thinking": False, **(given or {})} if off else given
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    given, effort = values["chat_template_kwargs"] or {}, values["reasoning_effort"]
+    if effort is not None and effort not in EFFORTS:
+        raise Refused(f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort")
+    for name in given:
+        if name in TEMPLATE_ARGUMENTS:
+            at = f"chat_template_kwargs.{name}"
+            raise Refused(f"{at} is not the template's to read", param=at)
+    read: dict[str, Any] = {} if effort is None else {"reasoning_effort": EFFORTS[effort]}
+    if kind == "disabled" or (effort == "none" and kind != "enabled"):
+        read["enable_thinking"] = False
+    read |= given
+    all_given = {**flags.chat_template_args, **read}
+    if all_given.get("enable_thinking") is False and all_given.get("reasoning_effort") is None:
+        read["reasoning_effort"] = EFFORTS["none"]
+    return read or None
 
 
 class Arguments(server.GenerationArguments):
-    """mlx_lm's arguments of one request, its Ask, and what `_tokenize` hangs on it (never shared between ranks)."""
+    """mlx_lm's arguments of one request, its Ask, and what `_tokenize` hangs on it (never shared between ranks).
+
+    `begun`: it no longer waits; `cancelled`: nobody reads its reply any more; `fault`: what ended it; `keep(tokens,
+    cache)` puts a row's cache into the prompt cache.
+    """
 
     def __init__(self, ask: Ask, **arguments: Any):
         super().__init__(**arguments)
         self.ask = ask
         self.splitter = None
         self.watcher = None
+        self.begun = self.cancelled = False
+        self.fault = None
+        self.keep = None
 
 
 def read_request(body: dict, chat: bool, flags: Any) -> tuple[server.CompletionRequest, Arguments, dict[str, Any]]:
     """(mlx_lm's request, its arguments, every field's value). Raises Refused (400)."""
+    check_values(body)
     values = read_fields(body, flags)
     ask = read_ask(body, values, flags)
     logprobs, top_logprobs = read_logprobs(body, chat)
     if chat:
-        request = server.CompletionRequest(
-            "chat", "", read_messages(body), values["tools"] or None, values["role_mapping"]
-        )
-        server._inline_image_urls(request.messages)
+        tools, ask.tools = read_tools(body)
+        request = server.CompletionRequest("chat", "", read_messages(body), tools, values["role_mapping"])
+        inline_images(request.messages, flags)
     else:
         request = server.CompletionRequest("text", read_prompt(body), [], None, None)
     arguments = Arguments(
@@ -227,6 +294,6 @@ def read_request(body: dict, chat: bool, flags: Any) -> tuple[server.CompletionR
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         seed=values["seed"] and values["seed"] % 2**64,  # OpenAI's are signed, mlx's are not
-        chat_template_kwargs=read_template_kwargs(body, values),
+        chat_template_kwargs=read_template_kwargs(body, values, flags),
     )
     return request, arguments, values

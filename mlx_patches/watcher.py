@@ -1,12 +1,10 @@
 """The watcher: one logits processor a request, which decides at each step what the reply may say next.
 
-Replaces   server._make_logits_processors (adds the watcher at the end), generate.GenerationBatch._step (notes the
-           step's tokens), ResponseGenerator._tokenize (hangs the splitter and the watcher on the request)
-Why        mlx_lm 0.32.2 has no structured output, and its processors cannot learn the newest token without waiting
-           for the forward pass that was just launched
-Upstream   server.py _make_logits_processors, generate.py GenerationBatch._step
+Replaces   nothing: its hold on mlx_lm is watched_replies.py
+Why        mlx_lm 0.32.2 has no structured output, no limits, and no tool choice
+Upstream   —
 Delete when mlx_lm constrains replies itself
-Test       tests/test_watcher.py, tests/test_structured_output.py
+Test       tests/test_watcher.py, tests/test_structured_output.py, tests/test_reply_limits.py, tests/test_tool_choice.py
 
 It follows the reply token by token in immutable states, one kept for each token, so that a draft model's rejected
 guesses are taken back by going back to an earlier one. What always holds: the matcher has consumed exactly the tokens
@@ -24,7 +22,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_patches.reply_format import ANSWER, REASONING, START, ReplyFormat, TextSplitter, TokenSplitter, decode
+from mlx_patches.reply_format import ANSWER, HEADER, REASONING, START, ReplyFormat, decode
 from mlx_patches.reply_limits import JsonPlace, ReplyLimits
 from mlx_patches.stop_strings import StopStrings
 from mlx_patches.token_masks import TokenMask, keep, row_of
@@ -37,7 +35,8 @@ class Mark(NamedTuple):
     `tail`, `stopped`: the end of the answer's text, and whether a stop string is complete. `pending`: bytes of a
     character that is not. `blind`: the scores that choose the next token had none that the grammar allows. `thought`,
     `answered`: tokens of either. `cut`: the limit that cut the reply; `shut`: its thinking was closed and stays so;
-    `ending`: its answer is to come to an end; `json`: where in a JSON text it stands.
+    `closed`: something else came after it; `ending`: its answer is to come to an end; `json`: where in a JSON text it
+    stands. `calling`: in a block of calls that the matcher holds; `called`: blocks of calls that have ended.
     """
 
     reading: tuple
@@ -52,8 +51,11 @@ class Mark(NamedTuple):
     answered: int = 0
     cut: str | None = None
     shut: bool = False
+    closed: bool = False
     ending: bool = False
     json: JsonPlace = JsonPlace()
+    calling: bool = False
+    called: int = 0
 
 
 class StepTokens:
@@ -84,19 +86,24 @@ class Watcher:
         *,
         matcher=None,
         is_json: bool = False,
+        blocks: bool = False,
+        one_call: bool = False,
         stops: StopStrings | None = None,
         limits: ReplyLimits | None = None,
         guesses: int = 0,
     ):
         """`matcher`: a fresh LLMatcher for the answer, or None; `is_json`: what it holds to is JSON.
 
+        `blocks`: it holds blocks of calls in free text instead. `one_call`: the reply ends after the first block.
         `guesses`: how far a draft model may run ahead.
         """
         self.fault: Exception | None = None
         self._form, self._splitter, self._stops = form, splitter, stops
         self._limits, self._is_json = limits, is_json
-        self._opening = form.tokenizer.think_start_tokens or ()
-        self._closing = form.tokenizer.think_end_tokens or ()
+        self._blocks, self._one_call, self._free = blocks, one_call, blocks or matcher is None
+        by_tokens, tokenizer = splitter.by_tokens, form.tokenizer
+        self._opening = splitter.opening if by_tokens else tokenizer.think_start_tokens or ()
+        self._closing = splitter.closing if by_tokens else tokenizer.think_end_tokens or ()
         self._matcher = matcher
         self._pristine = matcher.deep_copy() if matcher is not None else None
         self._mask = TokenMask(form.width) if matcher is not None else None
@@ -108,14 +115,13 @@ class Watcher:
         self._step: StepTokens | None = None
         self._at = 0
 
-    @property
-    def cut(self) -> str | None:
-        """Why a limit cut the reply: "hedges", "repeats" or "reasoning_budget"."""
-        return self._marks[-1].cut
+    def cut_of(self, tokens: int) -> tuple[str | None, bool]:
+        """(the limit that cut a reply of so many tokens: "hedges", "repeats", "reasoning_budget"; if of its answer).
 
-    @property
-    def cut_answer(self) -> bool:
-        return self._marks[-1].ending
+        Its last token, a stop string's or the last of `max_tokens`, may complete what would have been cut after it.
+        """
+        mark = self._marks[:tokens][-1]
+        return mark.cut, mark.ending
 
     def enter(self, step: StepTokens, row: int) -> None:
         """The next call is for `row` of a batch whose tokens `step` reads."""
@@ -175,8 +181,8 @@ class Watcher:
             if self._matcher is not None and not mark.stopped and not self._may_end(mark):
                 raise RuntimeError(f"the reply ended with token {token} before the grammar did")
             return mark._replace(ended=True)
-        if self._matcher is None:
-            return self._scan(mark, token)
+        if self._free:
+            return self._judge_free(mark, token)
         before = mark.reading.phase
         mark = self._scan(mark, token)
         phase = mark.reading.phase
@@ -193,17 +199,39 @@ class Watcher:
             self._feed_up_to(mark)
         return mark
 
+    def _judge_free(self, mark: Mark, token: int) -> Mark:
+        """Free text, but for blocks of calls, which the matcher follows from their opening marker to their end."""
+        before = self._splitter.kind(mark.reading)
+        mark = self._scan(mark, token)
+        kind = self._splitter.kind(mark.reading)
+        if mark.calling:
+            self._feed(token)
+            over = self._matcher.is_stopped()
+            return mark._replace(fed=len(self._fed), calling=not over, called=mark.called + over)
+        if kind == "tool" != before and self._blocks and not self._said_after_marker(mark).strip("\n"):
+            mark = mark._replace(begin=len(self._taken), fed=0, calling=True)
+            self._feed_up_to(mark)
+        elif before == "tool" != kind:
+            mark = mark._replace(called=mark.called + 1)
+        return mark
+
+    def _said_after_marker(self, mark: Mark) -> str:
+        """What the newest token says beyond the opening marker that it completes: no grammar has seen it."""
+        return mark.reading.call.body
+
     def _may_end(self, mark: Mark) -> bool:
-        phase = mark.reading.phase
-        return (
-            phase != REASONING and len(self._fed) == len(self._taken) - 1 - mark.begin and self._matcher.is_accepting()
-        )
+        if self._blocks and not mark.calling:
+            return True
+        phase = ANSWER if self._blocks else mark.reading.phase
+        whole = phase in (START, ANSWER) and len(self._fed) == len(self._taken) - 1 - mark.begin
+        return whole and self._matcher.is_accepting()
 
     def _scan(self, mark: Mark, token: int) -> Mark:
         text, pending = "", b""
-        if not isinstance(self._splitter, TokenSplitter):
+        if not self._splitter.by_tokens:
             text, pending = decode(mark.pending + self._form.token_bytes(token))
         reading, parts = self._splitter.split(mark.reading, token, text)
+        self._parts = parts
         tail, stopped = mark.tail, mark.stopped
         if self._stops is not None:
             for part in parts:
@@ -221,7 +249,9 @@ class Watcher:
             cut = limits.think("".join(part.text for part in parts), self._in_marker(self._closing))
             if cut and not mark.shut:
                 mark = mark._replace(cut=cut, shut=True)
-        elif kind == ANSWER and limits.answer is not None:
+        if mark.shut and kind not in (REASONING, HEADER):
+            mark = mark._replace(closed=True)
+        if kind == ANSWER and limits.answer is not None:
             text = "".join(part.text for part in parts if part.kind == ANSWER)
             mark = mark._replace(answered=mark.answered + 1, json=mark.json.after(text))
             cut = limits.say(text)
@@ -267,20 +297,20 @@ class Watcher:
             return logits
         if self._limits is not None and (row := self._limit_row(mark, width)) is not None:
             return keep(row, logits)
-        if self._matcher is None:
-            return logits
-        phase = mark.reading.phase
+        if self._free and not mark.calling:
+            return self._only_end(logits) if self._one_call and mark.called else logits
+        phase = ANSWER if self._blocks else mark.reading.phase
         if phase == REASONING:
             return keep(self._form.thinking_row(width), logits)
-        marker = self._splitter.opening[mark.reading.matched] if phase == START else None
-        if phase == START and len(self._fed) < len(self._taken):
-            return keep(row_of([marker], width), logits)
+        markers = self._splitter.header_tokens(mark.reading, mark.shut) if phase in (START, HEADER) else ()
+        if phase == HEADER or (phase == START and len(self._fed) < len(self._taken)):
+            return keep(row_of(markers, width), logits)
         self._mask.fill(self._matcher)
         if self._matcher.is_error():
             raise RuntimeError(f"the grammar failed: {self._matcher.get_error()}")
-        if phase == START:
+        for marker in markers:
             self._mask.add(marker)
-        if mark.ending:
+        if mark.ending and not self._blocks:
             self._bring_to_an_end(mark)
         if width < self._form.width:
             # A draft model's row may be too narrow for all that is allowed: its guess is then one to be rejected.
@@ -297,23 +327,33 @@ class Watcher:
         kind = self._splitter.kind(mark.reading)
         if kind == REASONING:
             begun = self._in_marker(self._closing)
-            pending = mark.reading.pending if isinstance(self._splitter, TokenSplitter) else mark.pending
-            if mark.shut and not pending:
+            pending = self._pending(mark)
+            # At the budget a marker that is begun is finished: what else came now would be thinking beyond it.
+            full = begun and 0 < self._limits.budget <= mark.thought
+            if (mark.shut or full) and not pending:
                 return row_of([self._closing[begun]], width)
             left = self._limits.budget - (mark.thought - begun) if self._limits.budget else len(self._closing) + 3
             if mark.shut or left <= 3:
                 # A character that is begun is finished, and none is begun that the budget could not hold.
                 if pending:
                     return self._form.continuing_row(width)
-                return self._form.tidy_row(width, max(left - 1, 0), self._matcher is None)
-        elif kind == ANSWER and mark.ending and self._matcher is None:
-            return self._form.end_row(width)
-        elif kind == ANSWER and mark.shut and self._matcher is None and self._opening:
+                return self._form.tidy_row(width, max(left - 1, 0), self._free)
+        elif kind == ANSWER and mark.ending and self._free:
+            return self._form.continuing_row(width) if self._pending(mark) else self._form.end_row(width)
+        elif kind == ANSWER and mark.shut and self._free and self._opening:
             # The first token that tells the marker from another that begins like it.
             committing = min(1, len(self._opening) - 1)
             if committing == 0 or self._taken[-1:] == [self._opening[0]]:
-                return self._form.row_without(self._opening[committing], width)
+                return self._form.row_without([self._opening[committing]], width)
+        elif kind == HEADER and mark.shut:
+            if not mark.closed and (closing := self._splitter.closing_tokens(mark.reading)):
+                return row_of(closing, width)
+            if self._free and (reopening := self._splitter.reopening_tokens(mark.reading)):
+                return self._form.row_without(reopening, width)
         return None
+
+    def _pending(self, mark: Mark) -> bytes:
+        return mark.reading.pending if self._splitter.by_tokens else mark.pending
 
     def _bring_to_an_end(self, mark: Mark) -> None:
         """Leave of the mask what ends the answer soonest."""
@@ -329,60 +369,3 @@ class Watcher:
         if not self._form.end_tokens:
             return logits  # the handler ends the reply instead
         return keep(self._form.end_row(logits.shape[-1]), logits)
-
-
-class WatchesReplies:
-    """Mixin for ResponseGenerator: gives each request its splitter, and a watcher where there is something to watch."""
-
-    def _tokenize(self, tokenizer, request, args):
-        found = super()._tokenize(tokenizer, request, args)
-        prompt, _, _, initial_state, _ = found
-        ask, provider = args.ask, self.model_provider
-        form = provider.reply_format
-        # With no guesses at all, mlx_lm's speculative loop hands processors a history that never grows.
-        args.num_draft_tokens = max(1, args.num_draft_tokens)
-        matcher = None
-        if ask.grammar is not None:
-            matcher = provider.grammars.matcher(ask.grammar)
-            kwargs = {**provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
-            thinking = request.request_type == "chat" and kwargs.get("enable_thinking") is not False
-            args.splitter = form.splitter_under_grammar(prompt, thinking)
-        else:
-            _, machine = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
-            args.splitter = TextSplitter(machine, initial_state)
-        stops = StopStrings(ask.stops) if ask.stops else None
-        limits = ask.limits.machine(args.max_tokens, tokenizer.has_thinking)
-        if matcher is not None or stops is not None or limits is not None:
-            is_json = matcher is not None and ask.grammar.kind.startswith("json")
-            guesses = args.num_draft_tokens if provider.draft_model is not None else 0
-            args.watcher = Watcher(
-                form, args.splitter, matcher=matcher, is_json=is_json, stops=stops, limits=limits, guesses=guesses
-            )
-        return found
-
-
-def add_watcher(upstream):
-    """The request's watcher comes last, so that no penalty or bias undoes it."""
-
-    def make_logits_processors(args):
-        processors = upstream(args)
-        return processors if args.watcher is None else [*processors, args.watcher]
-
-    return make_logits_processors
-
-
-def note_step_tokens(upstream):
-    """Tell each watcher of a batch its row, before the step that asks it."""
-
-    def step(batch):
-        tokens = None
-        for row, processors in enumerate(batch.logits_processors or ()):
-            if processors and isinstance(processors[-1], Watcher):
-                if tokens is None:
-                    # After rows came or went this is a new operation: launch it ahead of the forward pass.
-                    mx.async_eval(batch._next_tokens)
-                    tokens = StepTokens(batch._next_tokens)
-                processors[-1].enter(tokens, row)
-        return upstream(batch)
-
-    return step

@@ -348,6 +348,7 @@ def threads(server) -> int:
 def test_threads_are_freed(serve_private, folder):
     server = serve_private(folder, "--request-timeout", 0.5)
     chat(server, "Hello")
+    time.sleep(1)  # until its own thread is gone
     before = threads(server)
     socks = [connect(server) for _ in range(20)]
     for sock in socks:

@@ -68,7 +68,7 @@ def test_the_chunks_of_a_chat_stream(server, fields):
     for delta in deltas:
         assert delta.get("reasoning") == delta.get("reasoning_content")
     assert reply.raw.endswith(b"data: [DONE]\n\n")
-    assert (reply.reasoning, reply.content) == ("Let me think.", "Well:  done")
+    assert (reply.reasoning, reply.content) == ("Let me think.", "Well: done")
     assert json.loads(reply.tool_calls[0]["function"]["arguments"]) == {"a": 1, "b": [2, "é"]}
 
 
@@ -105,7 +105,7 @@ def test_a_whole_body(server, fields):
     (choice,) = body["choices"]
     assert set(choice) == {"index", "message", "finish_reason"}
     message = choice["message"]
-    assert (message["role"], message["content"]) == ("assistant", "Well:  done")
+    assert (message["role"], message["content"]) == ("assistant", "Well: done")
     assert message["reasoning"] == message["reasoning_content"] == "Let me think."
     (call,) = message["tool_calls"]
     assert set(call) == {"id", "type", "function"} and set(call["function"]) == {"name", "arguments"}
@@ -130,7 +130,8 @@ def test_usage(server, folder, fields):
         ("Hello there", {}, "stop"),
         ("Hello there", {"max_tokens": 1}, "length"),
         ("Hello there", {"stop": "there"}, "stop"),
-        (CALL, {}, "tool_calls"),
+        (CALL, {}, "stop"),  # a tag, where the request has no tools
+        (CALL, {"tools": TOOLS}, "tool_calls"),
         ("<tool_call>{broken</tool_call>", {}, "stop"),
         (CALL, {"max_tokens": 5}, "length"),
         ("<think>never closed", {"max_tokens": 2}, "length"),
@@ -158,7 +159,7 @@ def tokens_of(folder, text) -> int:
         ("Hello there", "Hello there"),
         ("<think>Let me think.</think>Yes and no", "Yes and no"),
         ("<think>Hm</<|cut|>think>a <<|cut|> b </<|cut|>think> c", "a <<|cut|> b </<|cut|>think> c"),
-        (f"Well: {CALL} done", "Well: <|cut|> done"),
+        (f"Well: {CALL} done", "Well:<|cut|> done"),
         ("a\n\n<|cut|>ünï 🦉", "a\n\n<|cut|>ünï 🦉"),
     ],
 )
@@ -283,8 +284,8 @@ REQUESTS = {
             ]
         },
     ),
-    "a call": (CHAT, body_of(f"Well: {CALL}", tools=TOOLS)),
-    "two calls": (CHAT, body_of(f"{CALL}\n{CALL} and that", tools=TOOLS)),
+    "a call": (CHAT, body_of(f"Well:{CALL}", tools=TOOLS)),
+    "two calls": (CHAT, body_of(f"{CALL}{CALL} and that", tools=TOOLS)),
     "thinking": (CHAT, body_of("<think>Let me think.</think>Yes, and no.")),
     "thinking switched off": (CHAT, body_of("Yes.", chat_template_kwargs={"enable_thinking": False})),
     "thinking, then a call": (CHAT, body_of(THINKS, tools=TOOLS)),

@@ -11,10 +11,27 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PRODUCT = [ROOT / "mlx_patched_server.py", ROOT / "localServerCommon.py", *sorted((ROOT / "mlx_patches").glob("*.py"))]
 ROOMS = [path for path in PRODUCT if path.parent.name == "mlx_patches" and path.name != "__init__.py"]
-PLAIN = {"seams", "token_masks", "reply_format", "json_schemas", "schema_keywords", "demo_model"}
+PLAIN = {
+    "argument_values",
+    "demo_model",
+    "json_schemas",
+    "reply_format",
+    "schema_keywords",
+    "seams",
+    "token_masks",
+    "tool_dialects",
+    "tool_formats",
+    "tool_grammars",
+}
 """Rooms that stand in for nothing of mlx_lm's: no card."""
 PURE = [
+    "access",
+    "argument_values",
+    "call_reader",
+    "chat_messages",
     "chat_wire",
+    "context_window",
+    "image_urls",
     "json_schemas",
     "reply_events",
     "reply_format",
@@ -23,6 +40,10 @@ PURE = [
     "schema_keywords",
     "seams",
     "stop_strings",
+    "tool_arguments",
+    "tool_dialects",
+    "tool_formats",
+    "tool_grammars",
 ]
 TOP = {"pyproject.toml", "mlx_patched_server.py", "localServerCommon.py", "mlx_patches", "tests", "docs", "README.md"}
 

@@ -97,7 +97,7 @@ def test_the_stream_helper(client, fields):
     assert "content.delta" in kinds and "content.done" in kinds
     assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
     (choice,) = final.choices
-    assert (choice.message.content, choice.finish_reason) == ("Well: ", "tool_calls")
+    assert (choice.message.content, choice.finish_reason) == ("Well:", "tool_calls")
     (call,) = choice.message.tool_calls
     assert call.id and call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": [2]}
 

@@ -37,10 +37,24 @@ REFUSED = {
     "frequency_context_size": COUNT,
     "xtc_probability": SHARE,
     "xtc_threshold": SHARE,
-    "logit_bias": [[], "x", 5, {"a": 1}, {"1": None}, {"1": []}, {"1": "5"}, {"1": True}, {"1": float("nan")}],
+    "logit_bias": [
+        [],
+        "x",
+        5,
+        {"a": 1},
+        {"1": None},
+        {"1": []},
+        {"1": "5"},
+        {"1": True},
+        {"1": float("nan")},
+        {"-1": 1},
+        {"+1": 1},
+        {"1_0": 1},
+        {"9" * 5000: 1},
+    ],
     "seed": [1.5, "1", True, [], 2**70],
     "chat_template_kwargs": [[], "x", 5, True],
-    "role_mapping": [[], "x", 5],
+    "role_mapping": [[], "x", 5, {"user": 5}, {"user": None}],
     "tools": [{}, "x", 5, True],
     "stop": [5, 0, True, False, {}, "", [""], ["a", ""], [5], [None], [["a"]]],
 }
@@ -65,7 +79,7 @@ CHAT_REFUSED = {
 }
 COMPLETIONS_REFUSED = {
     "logprobs": ["yes", 21, -1, 1.5, []],
-    "prompt": [None, "", [], ["Hello"], [1, 2], 5, {}],
+    "prompt": [None, "", [], [""], ["Hello", "Hello"], [1, 2], [1], [[1]], 5, {}],
 }
 ROWS = [
     *((CHAT, field, values) for field, values in (REFUSED | CHAT_REFUSED).items()),
@@ -169,6 +183,56 @@ def test_the_edge_of_what_fits(server, fields):
     assert (reply.status, reply.content) == (200, "Hello there"), reply.raw
 
 
+def test_half_characters_and_no_numbers_are_named_wherever_they_are(server):
+    for value, at in (
+        ({"messages": [*HELLO, {"role": "user", "content": "a\ud800"}]}, "messages[1].content"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"default": float("nan")}}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"stop": ["a", "\udfff"]}, "stop[1]"),
+        ({"no_such_field": {"a": [1, float("-inf")]}}, "no_such_field.a[1]"),
+        ({"a\ud800": 1}, "a\\ud800"),
+        ({"metadata": {"\ude00\ud83d": 1}}, "metadata.\\ude00\\ud83d"),
+    ):
+        reply = post(server, CHAT, {"messages": HELLO, **value})
+        assert reply.status == 400 and reply.error["param"].startswith(at) and at in reply.error["message"], reply.raw
+    assert chat(server, "a \U0001f600 b", user="\U0001f600").content == "a \U0001f600 b"
+    raw = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+    assert post(server, CHAT, raw).content == "\U0001f600"
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": 3}], ids=["batched", "seed"])
+def test_the_sane_reading(server, fields):
+    assert post(server, COMPLETIONS, {"prompt": [SCRIPT], **fields}).content == "Hello there"
+    drawn = {"temperature": 1, **fields}
+    for more in (
+        {"top_k": 10**9},
+        {"xtc_probability": 1, "xtc_threshold": 1},
+        {"repetition_penalty": 1, "repetition_context_size": 10**30},
+    ):
+        reply = chat(server, "Hello there", **drawn, **more)
+        assert (reply.status, reply.content) == (200, "Hello there"), (more, reply.raw)
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": 3}], ids=["batched", "seed"])
+def test_ids_and_counts_beyond_the_vocabulary(serve, tiny, fields):
+    """Padded rows are no tokens either."""
+    server = serve(tiny("scripted", padded=64))
+    size = next(n for n in range(500, 10_000) if chat(server, "a", logit_bias={str(n): 0}, **fields).status == 400)
+    reply = chat(server, "a", logit_bias={"1": 5, str(size): 1}, **fields)
+    assert (reply.status, reply.error["param"]) == (400, "logit_bias") and str(size) in reply.error["message"]
+    assert chat(server, "Hello", logit_bias={str(size - 1): -1}, **fields).content == "Hello"
+    for top_k in (size - 1, size, size + 1, size + 64):
+        assert chat(server, "Hello", top_k=top_k, temperature=0.01, **fields).content == "Hello"
+
+
+@pytest.mark.parametrize("tools", [[5], [{"function": 5}], [{"function": {}}], [{"function": {"name": 5}}]])
+def test_tools_are_named_by_their_number(server, tools):
+    reply = chat(server, "Hello", tools=[{"type": "function", "function": {"name": "f"}}, *tools])
+    assert (reply.status, reply.error["param"].partition(".")[0]) == (400, "tools[1]")
+
+
 def test_unknown_fields_are_ignored(server):
     known_to_openai = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "echo": 5}
     reply = chat(server, "Hello there", **known_to_openai, no_such_field=[{}], **{"": 1})
@@ -210,7 +274,7 @@ def test_lengths(server):
     for headers, status in (({"Content-Length": "x"}, 400), ({"Content-Length": "-5"}, 400)):
         raw = exchange(server, post_bytes(CHAT, b"{}", headers))
         assert raw.startswith(b"HTTP/1.1 %d " % status) and b'"invalid_request_error"' in raw
-    raw = exchange(server, b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n\r\n")
+    raw = exchange(server, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert raw.startswith(b"HTTP/1.1 411 ") and b'"invalid_request_error"' in raw
 
 

@@ -56,6 +56,13 @@ def test_a_fault_while_a_prompt_is_read_is_that_prompts(faults, single):
         assert chat(server, "Hello").content == "Hello"
 
 
+def test_a_row_that_failed_leaves_nothing_behind_that_a_drain_would_wait_for(faults):
+    server, arm = faults
+    arm("prefill")
+    assert chat(server, "One more prompt. " * 9, **BODY).status == 500
+    assert chat(server, "Hello", seed=1, timeout=20).content == "Hello"
+
+
 def test_the_generation_thread_comes_back(faults):
     server, arm = faults
     with ThreadPoolExecutor() as pool:

@@ -24,6 +24,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests import tool_templates
+from tests.tool_templates import CALLS, CONFIGURED, with_calls
+from tests.tool_templates import TOKENS as CALL_TOKENS
+
 CACHE = Path(__file__).parent.parent / ".cache" / "tiny"
 
 CORPUS = """
@@ -180,11 +184,17 @@ def write_model(
     prefer=None,
     **script,
 ):
-    """Writes a model folder. `tools` names a parser of mlx_lm.tool_parsers, whose markers become tokens (tool_markers);
+    """Writes a model folder. `tools` names a parser of mlx_lm.tool_parsers, whose markers become tokens (tool_markers)
+    and by whose markers CHATML writes past calls, which is how mlx_lm then finds the parser;
     `tokenizer` is a folder whose tokenizer.json is taken instead; `template` stands in for the style's; `script` is
     the scripted kind's strength, wrong_at, wrong_every."""
     config, usual = KINDS[kind]
     style = style if isinstance(style, Style) else STYLES[style or usual]
+    if tools in CALLS and template is None and style.template == CHATML:
+        template, tokens = with_calls(CHATML, tools), (*tokens, *CALL_TOKENS.get(tools, ()))
+        parser = tools if tools in CONFIGURED else None
+    else:
+        parser = tools
     style = replace(style, template=template or style.template)
     scripted = kind == "scripted"
 
@@ -221,7 +231,7 @@ def write_model(
         lean_to_padded(weights, padded)
     for token, bonus in (prefer or {}).items():
         weights["base"][tok.encode(token).ids[0] if isinstance(token, str) else token] += bonus
-    save_folder(Path(out), config, weights, tok, prelude(variables, on, off) + style.template, style, tools)
+    save_folder(Path(out), config, weights, tok, prelude(variables, on, off) + style.template, style, parser)
 
 
 def prelude(always, on, off):
@@ -268,7 +278,7 @@ def lean_to_padded(weights, padded):
         weights[name] = mx.concatenate([lean[:, None], rows[:, 1:]], axis=1)
 
 
-def save_folder(out, config, weights, tok, template, style, tools):
+def save_folder(out, config, weights, tok, template, style, parser):
     import mlx.core as mx
 
     end, pad = style.ends[0], style.ends[-1]
@@ -278,7 +288,7 @@ def save_folder(out, config, weights, tok, template, style, tools):
         "pad_token": pad,
         "clean_up_tokenization_spaces": False,
         "chat_template": template,
-    } | ({"tool_parser_type": tools} if tools else {})
+    } | ({"tool_parser_type": parser} if parser else {})
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config))
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
@@ -290,7 +300,12 @@ def save_folder(out, config, weights, tok, template, style, tools):
 def model_folder(kind: str, **options) -> Path:
     """The folder of this kind and these options (write_model's keywords), made if it is not there yet."""
     made_of = (kind, *sorted((k, asdict(v) if isinstance(v, Style) else v) for k, v in options.items()))
-    source = Path(__file__).read_bytes() + version("mlx-lm").encode() + version("tokenizers").encode()
+    source = (
+        Path(__file__).read_bytes()
+        + Path(tool_templates.__file__).read_bytes()
+        + version("mlx-lm").encode()
+        + version("tokenizers").encode()
+    )
     folder = CACHE / f"{kind}-{hashlib.sha256(source + repr(made_of).encode()).hexdigest()[:12]}"
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """A server that counts what it holds: `serve_private(..., module="counting_server", env={"COUNTS": file})`.
 
-On SIGUSR1 it writes one JSON object to the file, which is whole once it is there: `rss` (KB), `threads`,
-`descriptors`, `active` (bytes of live mlx buffers), `arrays` (mlx arrays that Python holds) and `objects` (all that its
-garbage collector knows of), the last three after a collection.
+On SIGUSR1 it writes one JSON object to the file, which is whole once it is there: `rss` (KB), `threads`, `descriptors`,
+`active` (bytes of live mlx buffers), `pooled` (bytes of free ones that mlx keeps), `arrays` (mlx arrays that Python
+holds) and `objects` (all that its garbage collector knows of), the last four after a collection.
 """
 
 import gc
@@ -33,6 +33,7 @@ def count(*_) -> None:
         "threads": threading.active_count(),
         "descriptors": len(os.listdir("/dev/fd")),
         "active": mx.get_active_memory(),
+        "pooled": mx.get_cache_memory(),
         "arrays": sum(isinstance(each, mx.array) for each in objects),
         "objects": len(objects),
     }

@@ -1,0 +1,365 @@
+"""Calls read out of a reply as it comes: none vanishes, and text that only talks about tools is never taken for one.
+
+Replaces   what APIHandler.handle_completion does between call markers
+Why        mlx_lm 0.32.2 ends a call at the first closing marker, also inside a string; takes a tag that is named in
+           prose or in thinking for a call; sends a call's arguments only when they are whole
+Upstream   server.py APIHandler.handle_completion, generate.py make_text_state_machine
+Delete when mlx_lm's server loses no call and streams arguments
+Test       tests/test_call_reader.py, tests/test_tool_arguments.py
+
+`CallReader` stands around the splitter of a free reply. From an opening marker on it holds the text until that is
+decided: at a closing marker the block is read whole (then it is calls), or ends inside a value (then a later marker may
+close it), or cannot be a call (then it is text again, and read as if the marker were none). What always holds: each
+letter of a reply comes out once, as text or in a call; what comes out is the same wherever the tokens are cut. Where
+the arguments are JSON they are sent while they are written, always a beginning of what the whole call has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from mlx_patches.argument_values import JsonValue
+from mlx_patches.reply_format import ANSWER, MARKER, REASONING, Part, Parts, TextSplitter
+from mlx_patches.tool_arguments import Calls
+from mlx_patches.tool_dialects import Broken, Call, Open
+
+CALL = "call"
+"""The kind of a part that is a call's: what it says is in its steps."""
+
+
+ARGUMENTS_BEGIN = re.compile(r'\s*(?:,\s*(?:"\w*"?\s*:?\s*)?)?')
+
+
+class Opened(NamedTuple):
+    """A call begins. `known`: its tool is declared."""
+
+    id: str | None
+    name: str
+    known: bool
+
+
+class Arguments(NamedTuple):
+    text: str
+
+
+class Closed(NamedTuple):
+    """The call that was opened is whole."""
+
+
+class Dropped(NamedTuple):
+    """The call that was opened is none. `cut`: the reply ended in it, and all of the part's text is said."""
+
+    cut: bool
+
+
+class Unread(NamedTuple):
+    """A text between call markers that is no call."""
+
+    text: str
+
+
+class Early(NamedTuple):
+    """What of a block of calls is sent before it is whole.
+
+    `at`: up to where it is read; `name`: of the call that is open; `value`: its arguments; `sent`: their characters.
+    `done`: calls that are closed.
+    """
+
+    at: int = 0
+    name: str | None = None
+    value: JsonValue | None = None
+    sent: int = 0
+    done: int = 0
+
+
+class Held(NamedTuple):
+    """A text after an opening marker. `origin`: the state it stood in; `tried`: up to where closing markers are."""
+
+    origin: str
+    marker: str
+    body: str = ""
+    tried: int = 0
+    early: Early = Early()
+
+
+class State(NamedTuple):
+    """`inner`: the wrapped splitter's. `held`: the newest text of the answer: white space, which is dropped if a call
+    follows, or while `bare` the whole answer, which may yet be calls in JSON. `owed`: its letters that are in no part.
+    `call`: the text that may be a call; `called`: one was the last that came of the answer.
+    """
+
+    inner: tuple
+    held: str = ""
+    owed: int = 0
+    bare: bool = False
+    call: Held | None = None
+    called: bool = False
+
+
+class CallReader:
+    """A splitter of free replies that also reads the calls. Its units are the wrapped one's: characters."""
+
+    exact = by_tokens = False
+
+    def __init__(self, inner: TextSplitter, calls: Calls):
+        self._inner, self._calls = inner, calls
+        self.first = State(inner.first, bare=bool(calls.tools))
+
+    def units(self, text: str) -> int:
+        return len(text)
+
+    def kind(self, state: State) -> str:
+        return "tool" if state.call is not None else self._inner.kind(state.inner)
+
+    def split(self, state: State, token: int, text: str) -> tuple[State, Parts]:
+        """(state after `token`, the parts it decided)."""
+        parts: Parts = []
+        return self._take(state, text, parts), parts
+
+    def last(self, state: State, text: str) -> tuple[State, Parts]:
+        return self.split(state, 0, text)
+
+    def flush(self, state: State, cut: bool = False) -> Parts:
+        """What is still held back when the reply ends at `state`. `cut`: it was not the model that ended it."""
+        parts: Parts = []
+        while state.call is not None:
+            state = self._end_call(state, state.call, cut, parts)
+        for part in self._inner.flush(state.inner):
+            state = self._say(state, part, parts)
+        if state.held.strip() and not cut:
+            try:
+                steps = self._steps(self._calls.read_bare(state.held), Early())
+                return [*parts, Part(CALL, "", state.owed, steps)]
+            except Broken:
+                pass
+        if state.called and not state.held.strip():
+            return [*parts, Part(MARKER, "", state.owed)]
+        return [*parts, Part(ANSWER, state.held, state.owed)]
+
+    def _take(self, state: State, text: str, parts: Parts) -> State:
+        """The state after `text`, whose parts are added to `parts`."""
+        while text:
+            if state.call is not None:
+                held = state.call._replace(body=state.call.body + text)
+                state, text = self._judge(state._replace(call=held), held, parts)
+                continue
+            after, found = self._inner.split(state.inner, 0, text)
+            if not any(part.kind == "tool" for part in found):
+                for part in found:
+                    state = self._say(state, part, parts)
+                return state._replace(inner=after)
+            # Letter by letter up to where the marker ends.
+            for at, letter in enumerate(text):
+                origin, before = self._inner.kind(state.inner), state.inner[3] + letter
+                after, found = self._inner.split(state.inner, 0, letter)
+                marker = next((part.units for part in found if part.kind == MARKER), 0)
+                if self._inner.kind(after) == "tool":
+                    for part in found[:1]:
+                        state = self._say(state, part, parts)
+                    state, text = self._hold(state, origin, before[len(before) - marker :], parts), text[at + 1 :]
+                    break
+                for part in found:
+                    state = self._say(state, part, parts)
+                state = state._replace(inner=after)
+            if not text and state.call is not None:
+                return self._judge(state, state.call, parts)[0]
+        return state
+
+    def _hold(self, state: State, origin: str, marker: str, parts: Parts) -> State:
+        """The marker of a call is complete."""
+        if origin != REASONING:
+            state = self._answer(state._replace(bare=False), "", parts)
+        return state._replace(call=Held(origin, marker))
+
+    def _judge(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
+        """(the state after what is known of a held text, what of it is still to be read)."""
+        thinking, body, end = held.origin == REASONING, held.body, self._calls.end
+        if not self._calls.may_begin(body[: self._before_end(body)]):
+            return self._release(state, held, parts, unread=not thinking)
+        if not thinking:
+            held = self._send_early(held, parts)
+        close = body.find(end, held.tried) if end else -1
+        while close >= 0:
+            try:
+                calls, rest = self._calls.read(body[:close], known=thinking)
+            except Open:
+                held = held._replace(tried=close + len(end))
+                close = body.find(end, held.tried)
+                continue
+            except Broken:
+                return self._release(state, held, parts, unread=True)
+            state = self._found(state, held, calls, close - len(rest), parts)
+            state = self._say(state, Part(self._kind(held), rest, len(rest)), parts)
+            parts.append(Part(MARKER, "", len(end)))
+            return state, body[close + len(end) :]
+        # A closing marker may be cut anywhere.
+        return state._replace(call=held._replace(tried=max(held.tried, len(body) - len(end) + 1))), ""
+
+    def _end_call(self, state: State, held: Held, cut: bool, parts: Parts) -> State:
+        """The reply ended in a held text."""
+        thinking, body, end = held.origin == REASONING, held.body, self._calls.end
+        for stop, closed, loose in self._ends(body, cut):
+            try:
+                calls, rest = self._calls.read(body[:stop], known=thinking, loose=loose and not thinking, ended=not cut)
+            except (Broken, Open):
+                continue
+            state = self._found(state, held, calls, stop - len(rest), parts)
+            if cut and rest:
+                return self._drop(state, held, calls, rest + body[stop:], parts)
+            state = self._say(state, Part(self._kind(held), rest, len(rest)), parts)
+            if closed:
+                parts.append(Part(MARKER, "", len(end)))
+            return self._take(state, body[stop + len(end) * closed :], parts)
+        if cut and held.early.name is not None:
+            return self._drop(state, held, [], held.marker + body, parts)
+        state, rest = self._release(state, held, parts, unread=not cut)
+        return self._take(state, rest, parts)
+
+    def _ends(self, body: str, cut: bool) -> Iterator[tuple[int, bool, bool]]:
+        """(where the block may end, whether a closing marker stands there, whether to read loosely), best first."""
+        end = self._calls.end
+        if cut:
+            yield self._before_end(body, last=True), False, True
+            return
+        yield len(body), False, False
+        at = body.find(end) if end else -1
+        while at >= 0:
+            yield at, True, True
+            at = body.find(end, at + len(end))
+        yield len(body), False, True
+
+    def _before_end(self, body: str, last: bool = False) -> int:
+        """How much of `body` comes before a closing marker, or what may be the beginning of one. `last`: only that."""
+        end = self._calls.end
+        at = body.find(end) if end and not last else -1
+        return at if at >= 0 else len(body) - next((n for n in range(len(end) - 1, 0, -1) if body.endswith(end[:n])), 0)
+
+    def _found(self, state: State, held: Held, calls: list[Call], used: int, parts: Parts) -> State:
+        """The first `used` characters of the held text are `calls`."""
+        steps = self._steps(calls, held.early)
+        parts += [Part(MARKER, "", state.owed), Part(CALL, "", len(held.marker) + used, steps)]
+        return self._back(state, held)._replace(held="", owed=0, called=True)
+
+    def _drop(self, state: State, held: Held, calls: list[Call], text: str, parts: Parts) -> State:
+        """The reply was cut in a call: `text` is what is left of it."""
+        early = held.early
+        if early.name is None or len(calls) > early.done:
+            return self._say(self._back(state, held), Part(self._kind(held), text, len(text)), parts)
+        steps: tuple = ()
+        if early.value is None:
+            found = self._calls.form.head.match(held.body, early.at)  # type: ignore[union-attr]
+            said = ARGUMENTS_BEGIN.fullmatch(held.body, found.end()) is not None  # type: ignore[union-attr]
+        else:
+            value = early.value.copy()
+            steps = (Arguments(value.feed(held.body[early.at :], final=True)),)
+            said = not value.broken
+        parts.append(Part(ANSWER, state.held + text, state.owed + len(text), (*steps, Dropped(cut=said))))
+        return self._back(state, held)._replace(held="", owed=0)
+
+    def _release(self, state: State, held: Held, parts: Parts, unread: bool = False) -> tuple[State, str]:
+        """The marker was text: what follows it is read as if it were none."""
+        steps: tuple = (Dropped(cut=False),) if held.early.name is not None else ()
+        if unread and self._calls.tools:
+            steps += (Unread(held.marker + held.body),)
+        if steps:
+            parts.append(Part(CALL, "", 0, steps))
+        state = self._back(state, held)
+        return self._say(state, Part(self._kind(held), held.marker, len(held.marker)), parts), held.body
+
+    def _back(self, state: State, held: Held) -> State:
+        return state._replace(inner=self._inner.state(self._kind(held)), call=None)
+
+    @staticmethod
+    def _kind(held: Held) -> str:
+        return REASONING if held.origin == REASONING else ANSWER
+
+    def _say(self, state: State, part: Part, parts: Parts) -> State:
+        """Add a part that is no call's."""
+        if part.kind == ANSWER and self._calls.tools:
+            return self._answer(state, part.text, parts)
+        if state.owed and part.units:
+            # What is held comes before this part: with a marker its text may still wait.
+            waits = part.kind == MARKER and not state.held.strip()
+            parts.append(Part(MARKER, "", state.owed) if waits else Part(ANSWER, state.held, state.owed))
+            state = state._replace(owed=0) if waits else state._replace(held="", owed=0, bare=False)
+        if state.held and part.kind == REASONING and part.text:
+            parts.append(Part(ANSWER, state.held, 0))
+            state = state._replace(held="")
+        parts.append(part)
+        return state
+
+    def _answer(self, state: State, text: str, parts: Parts) -> State:
+        """Text of the answer: what may yet be calls, or white space before one, waits."""
+        held, owed = state.held + text, state.owed + len(text)
+        if state.bare and self._calls.may_be_bare(held):
+            return state._replace(held=held, owed=owed)
+        said = held.rstrip()
+        blank = held[len(said) :]
+        left = min(len(blank), owed)
+        if said:
+            parts.append(Part(ANSWER, said, owed - left))
+            state = state._replace(called=False)
+        return state._replace(bare=False, held=blank, owed=left)
+
+    def _send_early(self, held: Held, parts: Parts) -> Held:
+        """Send what is known of a call's name and arguments."""
+        head = self._calls.form.head if self._calls.form is not None else None
+        if head is None:
+            return held
+        body, early = held.body, held.early
+        # Not beyond what may be a closing marker: whether that is text is decided later.
+        limit = self._before_end(body)
+        steps: list[Any] = []
+        while True:
+            if early.value is None:
+                found = head.match(body, early.at, limit)
+                if found is None:
+                    break
+                known = found["name"] in self._calls.tools
+                if not (known or found["open"] == "{"):
+                    break
+                if early.name is None:
+                    steps.append(Opened(found.groupdict().get("id"), found["name"], known))
+                    early = early._replace(name=found["name"])
+                if found["open"] != "{":
+                    break
+                early = early._replace(value=JsonValue(), at=found.start("open"), sent=0)
+            value = early.value.copy()  # type: ignore[union-attr]
+            piece = value.feed(body[early.at : limit])
+            if piece:
+                steps.append(Arguments(piece))
+            early = early._replace(value=value, at=limit, sent=early.sent + len(piece))
+            if not value.done:
+                break
+            steps.append(Closed())
+            early = Early(limit - len(value.rest), done=early.done + 1)
+        if steps:
+            parts.append(Part(CALL, "", 0, tuple(steps)))
+        return held._replace(early=early)
+
+    def _steps(self, calls: list[Call], early: Early) -> tuple:
+        """The steps of `calls` that `early` has not sent."""
+        steps: list[Any] = []
+        for number, call in enumerate(calls[early.done :]):
+            sent = 0
+            if number == 0 and early.name is not None:
+                sent = early.sent
+            else:
+                steps.append(Opened(call.id, call.name, call.name in self._calls.tools))
+            if call.arguments[sent:]:
+                steps.append(Arguments(call.arguments[sent:]))
+            steps.append(Closed())
+        if early.name is not None and len(calls) <= early.done:
+            steps.append(Dropped(cut=False))
+        return tuple(steps)
+
+
+def reading_calls(splitter: TextSplitter, tokenizer: Any, tools: Any) -> TextSplitter | CallReader:
+    """`splitter`, or one around it that reads calls. `tokenizer`: mlx_lm's TokenizerWrapper."""
+    name = tokenizer.tool_parser.__module__.rpartition(".")[2] if tokenizer.has_tool_calling else None
+    if name is None and not tools:
+        return splitter
+    start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
+    return CallReader(splitter, Calls(name, tokenizer.tool_parser, start, end, tools))

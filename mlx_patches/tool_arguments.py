@@ -1,0 +1,123 @@
+"""What stands between call markers, read into calls: mlx_lm's tool parsers, made total.
+
+Replaces   ToolCallFormatter, and the tool parsers where they lose what was written
+Why        mlx_lm 0.32.2 loses a call that its parser cannot read, with its text; other faults than ValueError end the
+           reply; its parsers convert values before their blanks, digits and types are known, and end a value at the
+           first tag that looks like its end
+Upstream   server.py ToolCallFormatter, tool_parsers/*.py
+Delete when mlx_lm's parsers give raw values, and its server loses no call
+Test       tests/test_tool_arguments.py, tests/test_call_reader.py
+
+A block is read by the model's own format; then, for the formats that mlx_lm reads more forms of, by mlx_lm's parser, if
+no word of the block is missing from what it says; then once more in every other dialect, where only a declared tool
+with an object of arguments counts. What always holds: nothing raises but Broken and Open, and no tool is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+import regex
+
+from mlx_patches.argument_values import declared
+from mlx_patches.tool_dialects import Broken, Call, Open, Scope, json_call
+from mlx_patches.tool_formats import FORMATS, SECOND_CHANCE, Format, read_all
+
+LEAD = r"(?:<\|python_tag\|>|```\w*\s|<tools>)?"
+WRAPPED = re.compile(rf"\s*{LEAD}(.*?)(?:```|</tools>)?\s*", re.DOTALL)
+
+
+class Calls:
+    """How one model's calls are read for one request."""
+
+    def __init__(self, name: str | None, parser: Any, start: str, end: str, tools: Any):
+        """`name`: of mlx_lm's parser module; `parser`: its function, for what no row of FORMATS reads."""
+        self.tools = declared(tools)
+        self.start, self.end = start, end
+        self._sent_tools = tools
+        self.form = FORMATS.get(name or "")
+        self._parser = parser if name in ("kimi_k2", "glm47", "longcat") or self.form is None else None
+        quotes = "\"'" if name == "minicpm5" else ""
+        word = r"[\w:/-]+(?:\.[\w:/-]+)*"
+        self._viable = re.compile(
+            rf"\s*(?:$|[{{\[{quotes}]|`(?:$|`)|<(?:$|[\w|])|{word}(?:\.$|\s*(?:$|[\[{{(>{quotes}]|<(?:$|[\w|]))))"
+        )
+        # As a beginning of an answer that is nothing but calls: brackets, a first name, a tool's name.
+        names = "|".join(re.escape(json.dumps(name, ensure_ascii=False)) for name in self.tools)
+        self._bare = self._bare_pattern(names)
+
+    @staticmethod
+    def _bare_pattern(names: str) -> Any:
+        wrapped = r'"type"\s*:\s*"function"\s*,\s*'
+        identified = r'"id"\s*:\s*"[^"\\]*"\s*,\s*'
+        first = rf'(?:"function"\s*:\s*(?:\{{\s*"name"\s*:\s*)?|"name"\s*:\s*)(?:{names})|"(?:arguments|parameters)"'
+        return regex.compile(rf"\s*{LEAD}\s*(?:\[\s*)?\{{\s*(?:{identified})?(?:{wrapped})?(?:{first}).*", regex.DOTALL)
+
+    def may_begin(self, body: str) -> bool:
+        """Whether a call, in whatever dialect, may begin so."""
+        return bool(self.tools) and self._viable.match(body) is not None
+
+    def may_be_bare(self, answer: str) -> bool:
+        return not answer.strip() or self._bare.fullmatch(answer, partial=True) is not None
+
+    def read(self, body: str, *, known: bool, loose: bool = False, ended: bool = True) -> tuple[list[Call], str]:
+        """(the calls that `body` begins with, what follows). Raises Broken, or Open. The flags are Scope's."""
+        if self.form is not None:
+            try:
+                return read_all(body, self.form, Scope(self.tools, loose, ended, known))
+            except Broken:
+                pass
+        if not ended:
+            raise Broken
+        if self._parser is not None and (calls := self._read_upstream(body, known)):
+            return calls, ""
+        return self._second_chance(body, SECOND_CHANCE), ""
+
+    def read_bare(self, answer: str) -> list[Call]:
+        """The calls that an answer is. Raises Broken."""
+        return self._second_chance(answer, (Format((json_call,)),))
+
+    def _second_chance(self, text: str, forms: tuple[Format, ...]) -> list[Call]:
+        text = WRAPPED.fullmatch(text)[1]  # type: ignore[index]
+        for form in forms:
+            try:
+                return read_all(text, form, Scope(self.tools, known=True))[0]
+            except (Broken, Open):
+                continue
+        raise Broken
+
+    def _read_upstream(self, text: str, known: bool) -> list[Call]:
+        """What mlx_lm's own parser says, if it is calls and, for a format of FORMATS, leaves no word out."""
+        try:
+            found = self._parser(text, self._sent_tools)
+            found = found if isinstance(found, list) else [found]
+            calls = [
+                Call(str(one["name"]), _dumps(one["arguments"]), one.get("id"))
+                for one in found
+                if isinstance(one["name"], str) and isinstance(one["arguments"], dict)
+            ]
+        except Exception as fault:  # whatever a parser makes of a model's text
+            logging.debug("mlx_lm's parser: %r", fault)
+            return []
+        if len(calls) != len(found) or (known and not all(call.name in self.tools for call in calls)):
+            return []
+        if self.form is not None:
+            said = {word for call in calls for word in WORD.findall(f"{call.name} {call.id} {call.arguments}")}
+            if (
+                any(call.name not in self.tools for call in calls)
+                or not said - {"None"} <= (words := set(WORD.findall(text)))
+                or words - said - set(WORD.findall(" ".join(MARKUP.findall(text))))
+            ):
+                return []
+        return calls
+
+
+WORD = re.compile(r"\w+")
+MARKUP = re.compile(r"<[^<>]*>")
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,266 @@
+"""Which tool calls may come: `tool_choice`, `parallel_tool_calls`, `strict`.
+
+Replaces   nothing: mlx_lm 0.32.2 does not read `tool_choice`, and holds no call to its tool's schema
+Why        an agent that requires a call gets prose, a call of a tool that is not there, or arguments that do not fit
+Upstream   —
+Delete when mlx_lm's server enforces `tool_choice` and tools' schemas
+Test       tests/test_tool_choice.py, tests/test_tool_grammars.py
+
+What a request says becomes ToolRules, which travel with it. With the loaded model's format they become grammars: one
+for the whole reply, where calls are required or a schema stands beside the tools, or one for a single block of calls,
+which the watcher enters at the opening marker and leaves at its end. A format without a row in tool_grammars.FORMATS
+is left free, and a request that would force it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from localServerCommon import Refused
+from mlx_patches.json_schemas import Prepared, prepare
+from mlx_patches.reply_format import ANSWER, REASONING, Part, Parts, TokenSplitter, TokenState
+from mlx_patches.structured_output import Grammar
+from mlx_patches.tool_grammars import FORMATS, Calls, Tool, call_rules, literal
+
+ANY_OBJECT = Prepared('{"type":"object"}')
+NAME = re.compile(r"[\w.:/@-]{1,128}", re.ASCII)
+BREAK = r"(/\n{1,2}/)?"  # between thinking, calls, and calls
+
+
+@dataclass(frozen=True)
+class ToolRules:
+    """`required`: nothing but calls may come; `several`: more than one. `forced`: the field that says so."""
+
+    tools: tuple[Tool, ...]
+    required: bool = False
+    several: bool = True
+    forced: str = "tool_choice"
+
+
+def read_tools(body: dict) -> tuple[list[dict] | None, ToolRules | None]:
+    """(the tools that the template is shown, what their calls are held to). Raises Refused (400) naming the field."""
+    shown = _read_functions(body.get("tools") or [])
+    parallel, choice = body.get("parallel_tool_calls"), body.get("tool_choice")
+    if not isinstance(parallel, bool | None):
+        raise Refused("parallel_tool_calls must be a boolean", param="parallel_tool_calls")
+    mode, names = _read_choice(choice)
+    if mode == "none":
+        return None, None
+    declared = {tool["function"]["name"]: tool["function"] for tool in shown}
+    for name in names or ():
+        if name not in declared:
+            raise Refused(f"tool_choice names {name!r}, which is no tool of this request", param="tool_choice")
+    if not shown:
+        if mode == "required":
+            raise Refused("tool_choice asks for a call and there are no tools", param="tool_choice")
+        return None, None
+    chosen = [name for name in declared if names is None or name in names]
+    positions = {tool["function"]["name"]: at for at, tool in enumerate(shown)}
+    tools = tuple(Tool(name, _arguments(declared[name], positions[name])) for name in chosen)
+    one = parallel is False or (mode == "required" and isinstance(choice, dict) and choice.get("type") == "function")
+    return shown, ToolRules(tools, mode == "required", not one)
+
+
+def _read_functions(tools: list) -> list[dict]:
+    for at, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise Refused(f"tools[{at}] must be an object of type function, with a function", param=f"tools[{at}]")
+        name, schema = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            what = "a name of letters, digits, and . _ : / @ -"
+            raise Refused(f"tools[{at}].function.name must be {what}", param=f"tools[{at}].function.name")
+        if not isinstance(schema, dict | None):
+            raise Refused(
+                f"tools[{at}].function.parameters must be an object", param=f"tools[{at}].function.parameters"
+            )
+        if not isinstance(function.get("strict"), bool | None):
+            raise Refused(f"tools[{at}].function.strict must be a boolean", param=f"tools[{at}].function.strict")
+    return tools
+
+
+def _read_choice(choice: Any) -> tuple[str, list[str] | None]:
+    """("none", "auto" or "required"; the names that may be called, or None for all)."""
+    wrong = Refused("tool_choice must be auto, none, required or name tools", param="tool_choice")
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto", None
+    match choice:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return "required", [name]
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}} | {
+            "type": "allowed_tools",
+            "mode": mode,
+            "tools": list(tools),
+        } if mode in ("auto", "required") and tools:
+            names = []
+            for tool in tools:
+                match tool:
+                    case {"type": "function", "function": {"name": str(name)}} | {
+                        "type": "function",
+                        "name": str(name),
+                    }:
+                        names.append(name)
+                    case _:
+                        raise wrong
+            return mode, names
+    raise wrong
+
+
+def _arguments(function: dict, at: int) -> Prepared:
+    """The schema of a function's arguments: any object, where a grammar cannot hold to its own."""
+    param = f"tools[{at}].function.parameters"
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    try:
+        return prepare(schema, param=param, strict=bool(function.get("strict")))
+    except Refused as refused:
+        if function.get("strict"):
+            raise
+        logging.warning("%s; its arguments may be any object", refused.message)
+        return replace(ANY_OBJECT, dropped=())
+
+
+class ToolFormat:
+    """The loaded model's way of writing calls, as grammars."""
+
+    def __init__(self, tokenizer: Any):
+        """`tokenizer`: mlx_lm's TokenizerWrapper."""
+        self.name = tokenizer.tool_parser.__module__.rpartition(".")[2] if tokenizer.has_tool_calling else None
+        self.form = FORMATS.get(self.name or "")
+        self.start, self.end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
+        added = tokenizer._tokenizer.added_tokens_decoder
+        self.specials = {token.content: number for number, token in added.items()}
+
+    def reply(self, rules: ToolRules, answer: Grammar | None) -> Grammar:
+        """What holds the whole reply: calls, or else `answer`. Raises Refused (400)."""
+        calls = self._calls(rules)
+        unit = f"{BREAK} {self._literal(self.start)} block {self._literal(self.end)}"
+        together = rules.several and self.end
+        lines = [f"start: calls{'' if answer is None else ' | @answer'}", f"calls: ({unit}){'+' if together else ''}"]
+        grammars: list[dict] = [{"lark_grammar": "\n".join([*lines, calls.rules])}]
+        if answer is not None:
+            grammars.append({**_only_grammar(answer), "name": "answer"})
+        left_out = (*calls.not_enforced, *(answer.not_enforced if answer else ()))
+        kind = answer.kind if answer is not None else "tools"
+        return Grammar(json.dumps({"grammars": grammars}), answer.param if answer else "tools", kind, left_out)
+
+    def block(self, rules: ToolRules) -> Grammar:
+        """What holds a block of calls, from after its opening marker to its closing one."""
+        calls = self._calls(rules)
+        lines = [f"start: block {self._literal(self.end)}", calls.rules]
+        grammars = [{"lark_grammar": "\n".join(lines)}]
+        return Grammar(json.dumps({"grammars": grammars}), "tools", "tools", calls.not_enforced)
+
+    def _calls(self, rules: ToolRules) -> Calls:
+        return call_rules(self.form, list(rules.tools), self.specials, rules.several)
+
+    def _literal(self, text: str) -> str:
+        return literal(text, self.specials) if text else ""
+
+
+def _only_grammar(answer: Grammar) -> dict:
+    if answer.source.startswith("{"):
+        return json.loads(answer.source)["grammars"][0]
+    return {"lark_grammar": answer.source}
+
+
+class CallState(NamedTuple):
+    """A TokenState, and where the answer stands: `said` and `held` (tokens) while it may yet be a call; `inner`, the
+    state of mlx_lm's machine once it is one; `plain` once it is none."""
+
+    phase: str
+    matched: int = 0
+    pending: bytes = b""
+    said: str = ""
+    held: int = 0
+    inner: tuple | None = None
+    plain: bool = False
+
+
+class CallSplitter(TokenSplitter):
+    """A TokenSplitter whose answer, where it begins with a call's marker, is read by `inner`, which reads calls."""
+
+    def __init__(self, outer: TokenSplitter, inner: Any, marker: str):
+        super().__init__(outer.opening, outer.closing, outer._bytes, outer.first.phase)
+        self._inner, self._marker = inner, marker
+        self.first = CallState(*self.first)
+
+    def split(self, state: CallState, token: int, text: str = "") -> tuple[CallState, Parts]:
+        outer, parts = super().split(TokenState(*state[:3]), token)
+        state, read = CallState(*outer, *state[3:]), []
+        for part in parts:
+            if part.kind == ANSWER:
+                state, more = self._answer(state, part)
+                read += more
+            else:
+                read.append(part)
+        return state, read
+
+    def _answer(self, state: CallState, part: Part) -> tuple[CallState, Parts]:
+        if state.plain:
+            return state, [part]
+        said, held = state.said + part.text, state.held + part.units
+        inner = state.inner
+        if inner is None:
+            begun = said.lstrip()
+            if begun.startswith(self._marker):
+                inner = self._inner.first
+            elif self._marker.startswith(begun):
+                return state._replace(said=said, held=held), []
+            else:
+                return state._replace(said="", held=0, plain=True), [Part(ANSWER, said, held)]
+        inner, pieces = self._inner.split(inner, 0, said)
+        pieces = [piece._replace(units=held * (not at)) for at, piece in enumerate(pieces)]
+        return state._replace(said="", held=0 if pieces else held, inner=inner), pieces
+
+    def flush(self, state: CallState, cut: bool = False) -> Parts:
+        last = super().flush(state)
+        if state.inner is None:
+            return [Part(ANSWER, state.said, state.held), *last] if state.said else last
+        # A character that is not whole is the call's too. Units are characters there, and tokens here.
+        inner, pieces = self._inner.split(state.inner, 0, last[0].text)
+        pieces += self._inner.flush(inner, cut)
+        return [piece._replace(units=state.held * (not at)) for at, piece in enumerate(pieces)]
+
+    def kind(self, state: CallState) -> str:
+        if state.phase != REASONING and state.inner is not None:
+            return self._inner.kind(state.inner)
+        return TokenSplitter.kind(state)
+
+
+class ChoosesTools:
+    """Mixin for ResponseGenerator: what a request says of its tools becomes grammars, in the handler's thread."""
+
+    def prepare(self, request: Any, args: Any) -> None:
+        ask, provider = args.ask, self.model_provider
+        if ask.tools is not None and provider.model is not None:
+            form = ToolFormat(provider.tokenizer)
+            if form.form is None:
+                if ask.tools.required:
+                    what = "has no tool format" if form.name is None else f"writes {form.name} calls"
+                    message = f"this model's tool format cannot be forced: it {what}"
+                    raise Refused(message, param=ask.tools.forced, code="unsupported_tool_choice")
+                logging.debug("calls are left free: no grammar for the format %s", form.name)
+            else:
+                self._hold(form, ask)
+        super().prepare(request, args)
+
+    def _hold(self, form: ToolFormat, ask: Any) -> None:
+        for rules in (ask.tools, replace(ask.tools, tools=tuple(Tool(t.name, ANY_OBJECT) for t in ask.tools.tools))):
+            try:
+                if rules.required or ask.grammar is not None:
+                    grammar = form.reply(rules, None if rules.required else ask.grammar)
+                    self.model_provider.grammars.matcher(grammar)
+                    ask.grammar, ask.calls_in_grammar = grammar, True
+                else:
+                    grammar = form.block(rules)
+                    self.model_provider.grammars.matcher(grammar)
+                    ask.calls = grammar
+                return
+            except Refused as refused:
+                logging.warning("%s; calls are held to their names only", refused.message)
+                last = refused
+        raise last

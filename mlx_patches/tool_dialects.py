@@ -1,0 +1,383 @@
+"""The shapes of tool calls: a place in a text → the call that stands there, each value of it whole.
+
+There are four: JSON objects, JSON arguments behind a header, parameters between tags, Python calls; tool_formats.py has
+the table of who writes which. What always holds: a reader takes a call only if it can say what each letter of it is,
+and raises Broken otherwise; it raises Open where the text ends inside a value, so that a closing marker there may be a
+part of the value. Where a tag stands inside a value, the tag that ends it is the one that the call's own markup
+follows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mlx_patches.argument_values import JsonValue, by_schema, properties, python_value, quoted, types, whole_value
+
+
+class Broken(Exception):
+    """What stands there is no call of this dialect."""
+
+
+class Open(Exception):
+    """The text ends inside a call's value."""
+
+
+class Call(NamedTuple):
+    """`arguments`: the text of a JSON object, or of what the model wrote in its place."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+class Scope(NamedTuple):
+    """`tools`: names → schemas. `loose`: no more text comes, so a tag that lacks its end has one at the text's end.
+
+    `ended`: the text ends where its block does; else more of it may come. `known`: only a tool of `tools` is a call,
+    and only with an object of arguments.
+    """
+
+    tools: dict[str, Any]
+    loose: bool = False
+    ended: bool = True
+    known: bool = False
+
+
+Reader = Callable[[str, int, Scope], tuple[list[Call], int]]
+
+
+def skip(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+# JSON
+
+
+GIVEN = {"arguments", "parameters", "function"}
+CALL_MEMBERS = {"name", "id", "type", "index"} | GIVEN
+
+
+def json_value(text: str, at: int) -> tuple[str, int]:
+    """(the value at `at` as JSON, where it ends)."""
+    value = JsonValue()
+    out = value.feed(text[at:], final=True)
+    if not value.done:
+        raise Open if value.in_string else Broken
+    return out, len(text) - len(value.rest)
+
+
+def members(
+    text: str, at: int, enough: Callable[[dict], bool] = lambda found: False
+) -> tuple[dict[str, tuple[str, str]], int]:
+    """(name → (JSON, as written) of the object at `at`, where it ends). Of two members of one name the first counts.
+
+    Once they are `enough` for a call, what is no part of one, or cannot be read, ends the object.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    if text[at : at + 1] != "{":
+        raise Broken
+    at = skip(text, at + 1)
+    while text[at : at + 1] not in ("}", ""):
+        try:
+            if text[at] != '"':
+                raise Broken
+            name, end = json_value(text, at)
+            end = skip(text, end)
+            if text[end : end + 1] != ":":
+                raise Broken
+            start = skip(text, end + 1)
+            value, end = json_value(text, start)
+        except (Broken, Open):
+            if enough(found):
+                return found, at
+            raise
+        key = json.loads(name)
+        if enough(found) and (key in found or key not in CALL_MEMBERS):
+            return found, at
+        found.setdefault(key, (value, text[start:end].strip()))
+        at = skip(text, end)
+        if text[at : at + 1] == ",":
+            at = skip(text, at + 1)
+        elif text[at : at + 1] not in ("}", ""):
+            if enough(found):
+                return found, at
+            raise Broken
+    if at == len(text) and not enough(found):
+        raise Broken
+    return found, min(at + 1, len(text))
+
+
+def json_call(text: str, at: int, scope: Scope) -> tuple[list[Call], int]:
+    """`{"name":…, "arguments":…}`, `{"type":"function","function":{…}}`, or a list of such."""
+    if text[at : at + 1] == "[":
+        calls: list[Call] = []
+        at = skip(text, at + 1)
+        while text[at : at + 1] == "{":
+            more, at = json_call(text, at, scope)
+            calls += more
+            at = skip(text, at)
+            if text[at : at + 1] == ",":
+                at = skip(text, at + 1)
+        if not calls or text[at : at + 1] not in ("]", ""):
+            raise Broken
+        return calls, at + 1 if at < len(text) else at
+    found, end = members(text, at, lambda found: bool(found.keys() & GIVEN) and _call_of(found, scope) is not None)
+    call = _call_of(found, scope)
+    if call is None or (scope.known and not (found.keys() <= CALL_MEMBERS and whole_value(text[at:end]))):
+        raise Broken
+    return [call], end
+
+
+def _call_of(found: dict[str, tuple[str, str]], scope: Scope) -> Call | None:
+    written = {name: value for name, (value, _) in found.items()}
+    inner = written.get("function", "")
+    if inner[:1] == "{":
+        try:
+            inside = members(inner, 0)[0]
+        except (Broken, Open):
+            return None
+        if scope.known and not inside.keys() <= CALL_MEMBERS:
+            return None
+        written |= {name: value for name, (value, _) in inside.items()}
+    elif inner[:1] == '"':
+        written.setdefault("name", inner)
+    if written.get("name", "")[:1] != '"':
+        return None
+    key = next((name for name in written if name in ("arguments", "parameters")), None)
+    if key is None and (not scope.ended or not written.keys() <= CALL_MEMBERS):
+        return None
+    identity = json.loads(written["id"]) if written.get("id", "")[:1] == '"' else None
+    return Call(json.loads(written["name"]), plain_arguments(written.get(key or "", "")), identity or None)
+
+
+def plain_arguments(value: str) -> str:
+    """A call's arguments from their JSON: an object in a string is that object, nothing is no arguments."""
+    if value[:1] == '"':
+        text = json.loads(value)
+        return "{}" if not text.strip() else whole_value(text, "{") or value
+    return "{}" if value in ("", "null") else value
+
+
+@dataclass(frozen=True)
+class Headed:
+    """Arguments as JSON behind a header. `head` has the groups `name`, `open` (where the JSON begins) and maybe `id`.
+
+    `typed`: words outside strings are JSON; else the schema says what they are.
+    """
+
+    head: re.Pattern
+    tail: re.Pattern
+    typed: bool = True
+
+    def __call__(self, text: str, at: int, scope: Scope) -> tuple[list[Call], int]:
+        head = self.head.match(text, at)
+        if head is None:
+            raise Broken
+        arguments, end = "{}", head.end()
+        if head["open"] and text[head.start("open")] in '{["':
+            value, end = json_value(text, head.start("open"))
+            arguments = plain_arguments(value if self.typed else self._by_schema(text, head, scope))
+        elif not (self.tail.pattern and self.tail.match(text, end)):
+            raise Broken
+        tail = self.tail.match(text, end)
+        return [Call(head["name"], arguments, head.groupdict().get("id"))], tail.end() if tail else end
+
+    @staticmethod
+    def _by_schema(text: str, head: re.Match, scope: Scope) -> str:
+        root = scope.tools.get(head["name"])
+        found, _ = members(text, head.start("open"))
+        pairs = []
+        for name, (value, written) in found.items():
+            if written[:1] not in ("{", "[", '"'):
+                schema = properties(root).get(name, {})
+                value = by_schema(written, schema, root) if types(schema, root) else value
+            pairs.append(f"{quoted(name)}: {value}")
+        return f"{{{', '.join(pairs)}}}"
+
+
+# Parameters between tags
+
+
+@dataclass(frozen=True)
+class Tags:
+    """`call` and `parameter` have the group `name`; `parameter` may have `type`. `close`: after a call's parameters,
+    None where only its markers end it. `end`: after a value. `trim`: a line break inside both tags is no part of it.
+    `untyped`: as by_schema has it.
+    """
+
+    call: re.Pattern
+    close: re.Pattern | None
+    parameter: re.Pattern
+    end: re.Pattern
+    trim: bool = False
+    untyped: str = "[{"
+
+    def __call__(self, text: str, at: int, scope: Scope) -> tuple[list[Call], int]:
+        call = self.call.match(text, at)
+        if call is None:
+            raise Broken
+        name, at, root = call["name"], call.end(), scope.tools.get(call["name"])
+        pairs: dict[str, str] = {}
+        while True:
+            at = skip(text, at)
+            if parameter := self.parameter.match(text, at):
+                key = parameter["name"].strip()
+                others = properties(root).keys() - pairs.keys() - {key}
+                value, at = self._value(text, parameter.end(), scope, others)
+                written = self._json(value, parameter, properties(root).get(key, {}), root)
+                if pairs.setdefault(key, written) != written:
+                    raise Broken
+            elif self.close is not None and (close := self.close.match(text, at)):
+                at = close.end()
+                break
+            elif not scope.ended:
+                raise Open
+            elif at == len(text) or self.call.match(text, at):
+                if not pairs and self.close is None and name not in scope.tools:
+                    raise Broken  # a word between markers
+                break
+            else:
+                raise Broken
+        arguments = ", ".join(f"{quoted(key)}: {value}" for key, value in pairs.items())
+        return [Call(name, f"{{{arguments}}}")], at
+
+    def _json(self, value: str, parameter: re.Match, schema: Any, root: Any) -> str:
+        if cdata := CDATA.fullmatch(value):
+            value = cdata[1]
+        elif self.trim:
+            value = value.removeprefix("\n").removesuffix("\n")
+        kind = parameter.groupdict().get("type")
+        if kind and kind in (types(schema, root) or [kind]):
+            schema = {"type": kind}
+        return by_schema(value, schema, root, untyped=self.untyped)
+
+    def _value(self, text: str, at: int, scope: Scope, others: set[str]) -> tuple[str, int]:
+        """(the value at `at`, where it ends). `others`: the parameters that may come after it."""
+        start, unbalanced = at, None
+        cdata = text.startswith("<![CDATA[", skip(text, at))
+        for end in self.end.finditer(text, at):
+            value = text[start : end.start()]
+            if cdata and not value.rstrip().endswith("]]>"):
+                continue
+            if not self._goes_on(text, end.end(), scope):
+                continue
+            opened, closed = len(self.parameter.findall(value)), len(self.end.findall(value))
+            if opened > closed and not cdata:
+                # A whole example may stand inside the value; or a tag lacks its end.
+                if missing := self._missing(text, start, end.start(), others):
+                    return missing
+                unbalanced = unbalanced or (value, end.end())
+                continue
+            if not cdata and (missing := self._missing(text, start, end.start(), others, calls=scope.tools)):
+                return missing
+            return value, end.end()
+        if not cdata and (missing := self._missing(text, start, len(text), others, calls=scope.tools, last=True)):
+            return missing
+        if not scope.loose:
+            raise Open
+        return unbalanced or (text[start:], len(text))
+
+    def _goes_on(self, text: str, at: int, scope: Scope) -> bool:
+        """Whether a call's own markup, or nothing, follows."""
+        at = skip(text, at)
+        if at == len(text):
+            return scope.ended
+        return any(tag is not None and tag.match(text, at) for tag in (self.parameter, self.close, self.call))
+
+    def _missing(self, text, start, stop, others, calls=(), last=False) -> tuple[str, int] | None:
+        """(value, its end) where the value's own end tag is missing: another declared parameter follows, or a call."""
+        for parameter in self.parameter.finditer(text, start, stop):
+            if parameter["name"].strip() in others and text[parameter.start() - 1].isspace():
+                return text[start : parameter.start()], parameter.start()
+        if self.close is None:
+            return None
+        for number, close in enumerate(self.close.finditer(text, start, stop)):
+            if len(self.call.findall(text, start, close.start())) > number:
+                continue  # the end of an example inside the value
+            at = skip(text, close.end())
+            call = self.call.match(text, at)
+            if (last and at == len(text)) or (call and call["name"] in calls):
+                return text[start : close.start()], close.start()
+        return None
+
+
+CDATA = re.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", re.DOTALL)
+
+
+# Python
+
+
+NAME = r"[\w.:/-]+"
+PYTHON_CALL = re.compile(r"([\w.:/-]+)\s*\(")
+PYTHON_KEY = re.compile(r"\s*(\w+)\s*=\s*")
+PYTHON_TOKEN = re.compile(r"""\\.|'''|\"""|['"]|[()\[\]{},]""", re.DOTALL)
+
+
+def python_call(text: str, at: int, scope: Scope) -> tuple[list[Call], int]:
+    """`[name(key="value"), …]`."""
+    if text[at : at + 1] != "[":
+        raise Broken
+    calls: list[Call] = []
+    at = skip(text, at + 1)
+    while text[at : at + 1] not in ("]", ""):
+        call, at = _one_python_call(text, at, scope)
+        calls.append(call)
+        at = skip(text, at)
+        if text[at : at + 1] == ",":
+            at = skip(text, at + 1)
+        elif text[at : at + 1] not in ("]", ""):
+            raise Broken
+    if not calls or (at == len(text) and not scope.ended):
+        raise Broken
+    return calls, min(at + 1, len(text))
+
+
+def _one_python_call(text: str, at: int, scope: Scope) -> tuple[Call, int]:
+    call = PYTHON_CALL.match(text, at)
+    if call is None:
+        raise Broken
+    root, at, pairs = scope.tools.get(call[1]), skip(text, call.end()), []
+    while text[at : at + 1] != ")":
+        key = PYTHON_KEY.match(text, at)
+        if key is None:
+            raise Broken
+        end = _python_end(text, key.end())
+        written = text[key.end() : end].strip()
+        pairs.append(f"{quoted(key[1])}: {_python_json(written, properties(root).get(key[1], {}), root)}")
+        at = skip(text, end + 1) if text[end] == "," else end
+    return Call(call[1], f"{{{', '.join(pairs)}}}"), at + 1
+
+
+def _python_json(written: str, schema: Any, root: Any) -> str:
+    value = python_value(written)
+    if value is None and written[:1] in ("'", '"'):
+        value = python_value(written.replace("\r", "\\r").replace("\n", "\\n"))
+    if value is None or (value[:1] not in ('"', "[", "{") and types(schema, root)):
+        return by_schema(written, schema, root)
+    return value
+
+
+def _python_end(text: str, at: int) -> int:
+    """Where the value at `at` ends: at the comma or bracket after it."""
+    quote, depth = "", 0
+    for token in PYTHON_TOKEN.finditer(text, at):
+        letter = token[0]
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter[0] in "'\"":
+            quote = letter
+            if len(letter) == 3 and text[token.end() :].find(letter) < 0:
+                raise Open
+        elif letter in "([{":
+            depth += 1
+        elif letter in ")]}" and depth:
+            depth -= 1
+        elif (letter == "," and not depth) or letter in ")]}":
+            return token.start()
+    raise Open if quote else Broken

@@ -1,0 +1,339 @@
+"""A model's own way of writing a tool call → a Lark grammar in which only calls of given tools can be written.
+
+A format is data: what stands around a call, around its arguments, and how a value is written. Three shapes cover them:
+arguments as one JSON object; each parameter between tags, a string as raw text and anything else as JSON; Gemma's
+objects with bare keys. What always holds: a call that the grammar allows is read by the format's parser as a call of
+that tool, and its arguments fit the tool's schema but for the paths listed as not enforced.
+
+Markers that are special tokens in a vocabulary are written as `<[id]>`, for no text may spell a special token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mlx_patches.json_schemas import Prepared
+from mlx_patches.schema_keywords import BOUNDS
+
+
+class Tool(NamedTuple):
+    """A function that may be called, and its arguments' schema as `prepare` made it."""
+
+    name: str
+    prepared: Prepared
+
+
+class Format(NamedTuple):
+    """How a model writes calls. `head` and `tail` stand around a call's arguments, `{}` for its name.
+
+    `shape`: "json", "tags" or "gemma". `parameter`, `end`: before (`{}` for its name) and after a parameter's value.
+    `between`: what stands between two calls of one block, None where each has markers of its own.
+    """
+
+    head: str
+    tail: str
+    shape: str = "json"
+    parameter: str = ""
+    end: str = ""
+    between: str | None = None
+
+
+FORMATS = {
+    "json_tools": Format('\n{{"name": "{}", "arguments": ', "}\n"),
+    "kimi_k2": Format("<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>", "<|tool_call_end|>", between=""),
+    "mistral": Format("{}[ARGS]", "", between="[TOOL_CALLS]"),
+    "qwen3_coder": Format(
+        "\n<function={}>\n", "</function>\n", shape="tags", parameter="<parameter={}>\n", end="\n</parameter>\n"
+    ),
+    "minimax_m2": Format(
+        '\n<invoke name="{}">\n', "</invoke>\n", shape="tags", parameter='<parameter name="{}">', end="</parameter>\n"
+    ),
+    "glm47": Format("{}", "", shape="tags", parameter="<arg_key>{}</arg_key><arg_value>", end="</arg_value>"),
+    "gemma4": Format("call:{}", "", shape="gemma"),
+}
+FORMATS["laguna"] = FORMATS["glm47"]
+FORMATS["longcat"] = Format(
+    "{}",
+    "",
+    shape="tags",
+    parameter="<longcat_arg_key>{}</longcat_arg_key><longcat_arg_value>",
+    end="</longcat_arg_value>",
+)
+"""By the name of mlx_lm's parser. A format that is not here is left free, and cannot be forced."""
+
+NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?/"
+QUOTE = '<|"|>'  # Gemma's
+TEXT_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
+PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
+ANNOTATIONS = {"title", "description", "$schema", "$id", "default", "examples", "$comment", "deprecated", "readOnly"}
+
+
+class Calls(NamedTuple):
+    """`rules`: Lark in which `block` is one call, or one block of them, without the markers around it.
+
+    `not_enforced`: paths below the tool's parameters, each with the tool's name in front.
+    """
+
+    rules: str
+    not_enforced: tuple[str, ...]
+
+
+def call_rules(form: Format, tools: list[Tool], specials: Mapping[str, int], several: bool) -> Calls:
+    """The grammar of a block of calls. `several`: a block may hold more than one, where its format allows that."""
+    writer = _Writer(form, specials)
+    for tool in tools:
+        writer.add(tool)
+    names = " | ".join(f"call_{n}" for n in range(len(tools)))
+    more = ""
+    if several and form.between is not None:
+        more = f" ({writer.literal(form.between)} call)*" if form.between else " call*"
+    rules = [f"block: call{more}", f"call: {names}", *writer.rules]
+    return Calls("\n".join(rules), tuple(writer.not_enforced))
+
+
+def literal(text: str, specials: Mapping[str, int]) -> str:
+    """`text` as a Lark sequence, its special tokens by their ids."""
+    if not specials:
+        return json.dumps(text)
+    names = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
+    pieces = [piece for piece in re.split(f"({names})", text) if piece]
+    return (
+        " ".join(f"<[{specials[p]}]>" if p in specials else json.dumps(p, ensure_ascii=False) for p in pieces) or '""'
+    )
+
+
+class _Writer:
+    """Writes the rules of each tool's call; rule names are numbered, so that none can clash."""
+
+    def __init__(self, form: Format, specials: Mapping[str, int]):
+        self.form, self.specials = form, specials
+        self.rules: list[str] = []
+        self.not_enforced: list[str] = []
+        self._tools = 0
+        self._count = 0
+        self._named: dict[str, str] = {}
+        self._root: dict = {}
+        self._name = ""
+
+    def literal(self, text: str) -> str:
+        return literal(text, self.specials)
+
+    def add(self, tool: Tool) -> None:
+        self._root, self._name, self._named = json.loads(tool.prepared.text), tool.name, {}
+        self.not_enforced += (f"{tool.name}: {path}" for path in tool.prepared.not_enforced)
+        arguments = {"json": self._json, "tags": self._tags, "gemma": self._gemma_root}[self.form.shape]
+        head, tail = self.form.head.format(tool.name), self.form.tail
+        line, head = ('"\\n"? ', head[1:]) if head.startswith("\n") else ("", head)  # not all models write it
+        self.rules.append(f"call_{self._tools}: {line}{self.literal(head)} {arguments(self._root)} {self._tail(tail)}")
+        self._tools += 1
+
+    def _tail(self, text: str) -> str:
+        return self.literal(text) if text else ""
+
+    def _rule(self, body: str, kind: str = "r", options: str = "") -> str:
+        self._count += 1
+        name = f"{kind}_{self._count}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def _json(self, schema: dict) -> str:
+        """A rule for a value as JSON. `schema`: a part of the tool's, whose definitions it may refer to."""
+        kept = {name: self._root[name] for name in ("$defs", "definitions", "x-guidance") if name in self._root}
+        return self._rule(f"%json {json.dumps({**schema, **kept}, separators=(',', ':'))}")
+
+    # Parameters between tags
+
+    def _tags(self, root: dict) -> str:
+        root = self._resolved(root)
+        self._note(root, "", PLAIN)
+        properties, required = root.get("properties", {}), root.get("required", [])
+        parts = []
+        for name in dict.fromkeys([*properties, *required]):
+            schema = properties.get(name, {})
+            if schema is False:
+                continue
+            tag = self.literal(self.form.parameter.format(name))
+            part = f"{tag} {self._tagged({} if schema is True else schema, name)}"
+            parts.append(part if name in required else f"({part})?")
+        return " ".join(parts)
+
+    def _tagged(self, schema: dict, path: str) -> str:
+        """A value and the tag after it."""
+        schema, end = self._resolved(schema), self.literal(self.form.end)
+        if "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+            choices = [json.dumps(text, ensure_ascii=False) for text in texts if text]
+            return f"({' | '.join(choices)}) {end}" if choices else end
+        choices = []
+        for member in self._members(schema):
+            if "string" in (types := _types(member)):
+                choices.append(self._raw(member, path))
+            if rest := [each for each in types if each != "string"]:
+                choices.append(f"{self._number_or_json({**member, 'type': rest})} {end}")
+        return f"({' | '.join(choices)})"
+
+    def _number_or_json(self, schema: dict) -> str:
+        """A value that is no string. A number out of a float's range would be read as text."""
+        bounded = any(name in schema for name in BOUNDS)
+        return self._rule(NUMBER, "N") if schema["type"] == ["number"] and not bounded else self._json(schema)
+
+    def _raw(self, schema: dict, path: str) -> str:
+        """A string as raw text, up to the end tag."""
+        end = self.form.end
+        text = self._regex(schema, path)
+        if end.strip() in self.specials:
+            return f"{self._rule(text + _without(end.strip()), 'R')} {self.literal(end)}"
+        stop = _escaped(end)
+        # It ends at the first end tag, which is a part of it; a text that must be longer may not have one inside.
+        longer = f" & ~/(?s:.*){stop}(?s:.+)/" if schema.get("minLength") else ""
+        return self._rule(self._rule(f"{text[:-1]}{stop}/{longer}", "T"), "lazy", "[lazy]")
+
+    def _regex(self, schema: dict, path: str) -> str:
+        """A Lark terminal for the strings that fit `schema`."""
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        text = "(?s:.*)" if (low, high) == (0, "") else f"(?s:.{{{low},{high}}})"
+        for keyword in ("pattern", "format"):
+            if keyword in schema:
+                self.not_enforced.append(f"{self._name}: {path}.{keyword}")
+        return f"/{text}/"
+
+    # Gemma's objects
+
+    def _gemma_root(self, root: dict) -> str:
+        return self._gemma({**self._resolved(root), "type": "object"}, "")
+
+    def _gemma(self, schema: dict, path: str) -> str:
+        """A rule for a value as Gemma writes it: bare keys, strings between quotes of its own."""
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference not in self._named:
+                self._count += 1
+                name = self._named[reference] = f"ref_{self._count}"
+                self.rules.append(f"{name}: {self._gemma(self._resolved(schema), path)}")
+            return self._named[reference]
+        if "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            return self._rule(" | ".join(self._gemma_constant(value) for value in values))
+        if "allOf" in schema:
+            self.not_enforced.append(f"{self._name}: {path}.allOf")
+            schema = {name: value for name, value in schema.items() if name != "allOf"}
+        if not schema.keys() - ANNOTATIONS:
+            return self._gemma_anything()
+        if union := schema.get("anyOf") or schema.get("oneOf"):
+            beside = {name: value for name, value in schema.items() if name not in ("anyOf", "oneOf")}
+            # A reference stays one: it may lead back to here.
+            choices = [self._gemma(m if "$ref" in m else {**beside, **m}, path) for m in map(_schema_of, union)]
+        else:
+            choices = [self._gemma_of_type(kind, schema, path) for kind in _types(schema)]
+        return self._rule(" | ".join(choices))
+
+    def _gemma_anything(self) -> str:
+        if "anything" not in self._named:
+            self._named["anything"] = name = f"anything_{self._tools}"
+            quote, words = self.literal(QUOTE), self._rule("/(?s:.*)/" + _without(QUOTE), "R")
+            pairs, items = f'/[A-Za-z_]+:/ {name} ("," /[A-Za-z_]+:/ {name})*', f'{name} ("," {name})*'
+            simple = self._json({"type": ["number", "boolean", "null"]})
+            self.rules.append(f'{name}: {simple} | {quote} {words} {quote} | "{{" ({pairs})? "}}" | "[" ({items})? "]"')
+        return self._named["anything"]
+
+    def _gemma_of_type(self, kind: str, schema: dict, path: str) -> str:
+        quote = self.literal(QUOTE)
+        if kind == "string":
+            return f"{quote} {self._rule(self._regex(schema, path) + _without(QUOTE), 'R')} {quote}"
+        if kind == "object":
+            return self._gemma_object(schema, path)
+        if kind == "array":
+            return self._gemma_array(schema, path)
+        return self._json({"type": kind} | {name: schema[name] for name in (*BOUNDS, "multipleOf") if name in schema})
+
+    def _gemma_object(self, schema: dict, path: str) -> str:
+        self._note(schema, path, PLAIN)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        names = [name for name in dict.fromkeys([*properties, *required]) if properties.get(name) is not False]
+        after = {True: '""', False: '""'}
+        for name in reversed(names):  # each rule goes on with what follows it, with or without a comma
+            value = self._gemma(_schema_of(properties.get(name, {})), f"{path}.{name}".lstrip("."))
+            pair = f"{json.dumps(name + ':', ensure_ascii=False)} {value} {after[True]}"
+            skip = {begun: "" if name in required else f" | {after[begun]}" for begun in (True, False)}
+            after = {True: self._rule(f'"," {pair}{skip[True]}'), False: self._rule(f"{pair}{skip[False]}")}
+        return f'"{{" {after[False]} "}}"'
+
+    def _gemma_array(self, schema: dict, path: str) -> str:
+        self._note(schema, path, {"type", "items", "minItems", "maxItems"})
+        item = self._gemma(_schema_of(schema.get("items", {})), f"{path}[]")
+        low, high = schema.get("minItems", 0), schema.get("maxItems")
+        if high == 0:
+            return '"[]"'
+        more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+        items = f"{item} {more}"
+        return f'"[" {items if low else f"({items})?"} "]"'
+
+    def _gemma_constant(self, value: Any) -> str:
+        quote = self.literal(QUOTE)
+        match value:
+            case str():
+                return f"{quote} {json.dumps(value, ensure_ascii=False)} {quote}" if value else f"{quote} {quote}"
+            case dict():
+                pairs = [f"{json.dumps(name + ':')} {self._gemma_constant(each)}" for name, each in value.items()]
+                return " ".join(['"{"', ' "," '.join(pairs), '"}"'])
+            case list():
+                return " ".join(['"["', ' "," '.join(map(self._gemma_constant, value)), '"]"'])
+        return json.dumps(json.dumps(value))
+
+    # Schemas
+
+    def _resolved(self, schema: dict) -> dict:
+        """`schema` with a reference to a part of the tool's own schema followed."""
+        seen: set[str] = set()
+        while isinstance(reference := schema.get("$ref"), str) and reference not in seen:
+            seen.add(reference)
+            target: Any = self._root
+            for step in reference.removeprefix("#").split("/")[1:]:
+                step = step.replace("~1", "/").replace("~0", "~")
+                target = target.get(step) if isinstance(target, dict) else None
+            if not isinstance(target, dict):
+                return {}
+            schema = {**target, **{name: value for name, value in schema.items() if name != "$ref"}}
+        return schema
+
+    def _members(self, schema: dict) -> Iterator[dict]:
+        """The schemas of which a value fits one: those of a union, or `schema` itself."""
+        union = schema.get("anyOf") or schema.get("oneOf")
+        if not union:
+            yield schema
+            return
+        beside = {name: value for name, value in schema.items() if name not in ("anyOf", "oneOf")}
+        for member in union:
+            if member is not False:
+                yield from self._members({**beside, **self._resolved(_schema_of(member))})
+
+    def _note(self, schema: dict, path: str, held: set[str]) -> None:
+        """List the keywords of an object or array that its rule does not hold to."""
+        self.not_enforced += (
+            f"{self._name}: {f'{path}.{name}'.lstrip('.')}" for name in schema if name not in held | ANNOTATIONS
+        )
+
+
+def _escaped(text: str) -> str:
+    """`text` inside a Lark regular expression."""
+    return re.sub(r"([][.{}()*+?^$|\\/])", r"\\\1", text).replace("\n", "\\n")
+
+
+def _without(marker: str) -> str:
+    """What a terminal goes on with, for texts that do not hold `marker`: its token may be text as well."""
+    return f" & ~/(?s:.*){_escaped(marker)}(?s:.*)/"
+
+
+def _schema_of(schema: Any) -> dict:
+    return schema if isinstance(schema, dict) else {}
+
+
+ANY = ["string", "number", "boolean", "null", "object", "array"]
+
+
+def _types(schema: dict) -> list[str]:
+    kinds = schema.get("type", ANY)
+    return [kinds] if isinstance(kinds, str) else list(kinds)
