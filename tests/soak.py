@@ -196,7 +196,7 @@ def main():
     soak = Soak(flags.kind)
     soak.counts.append(soak.ask_count())
     print("| requests | seconds | RSS, MB | live buffers, MB | pooled, MB | arrays | objects | threads | descriptors |")
-    print("| ---:" * 9, "|")
+    print("| ---: " * 9 + "|")
     began, found = time.monotonic(), soak.counts[0]
     for done in range(0, flags.requests + 1, flags.every):
         found = soak.go(flags.every) if done else found
