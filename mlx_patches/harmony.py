@@ -304,13 +304,9 @@ class HarmonySplitter:
         length = len(begun)
         return frozenset(h[length] for h in headers if len(h) > length and h[:length] == begun)
 
-    def header_tokens(self, state: HarmonyState, shut: bool) -> frozenset[int]:
-        """The tokens by which a header may go on before an answer that is held to a grammar.
-
-        `shut`: thinking may not open again.
-        """
-        headers = self._form.final if shut else self._form.final + self._form.thinking
-        found = self._following(headers, state.tokens)
+    def header_tokens(self, state: HarmonyState) -> frozenset[int]:
+        """The tokens by which a header may go on before an answer that is held to a grammar."""
+        found = self._following(self._form.final + self._form.thinking, state.tokens)
         return found | {self._form.ids["<|start|>"]} if state.phase == START or not found else found
 
     def closing_tokens(self, state: HarmonyState) -> frozenset[int]:

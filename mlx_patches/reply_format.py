@@ -95,7 +95,7 @@ class TokenSplitter:
         data = state.pending + b"".join(map(self._bytes, marker))
         return [Part(self.kind(state), data.decode("utf-8", "replace"), len(marker))]
 
-    def header_tokens(self, state: TokenState, shut: bool) -> tuple[int, ...]:
+    def header_tokens(self, state: TokenState) -> tuple[int, ...]:
         """The tokens by which the opening marker goes on."""
         return self.opening[state.matched : state.matched + 1]
 

@@ -302,7 +302,7 @@ class Watcher:
         phase = ANSWER if self._blocks else mark.reading.phase
         if phase == REASONING:
             return keep(self._form.thinking_row(width), logits)
-        markers = self._splitter.header_tokens(mark.reading, mark.shut) if phase in (START, HEADER) else ()
+        markers = self._splitter.header_tokens(mark.reading) if phase in (START, HEADER) else ()
         if phase == HEADER or (phase == START and len(self._fed) < len(self._taken)):
             return keep(row_of(markers, width), logits)
         self._mask.fill(self._matcher)

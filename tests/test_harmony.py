@@ -178,6 +178,34 @@ def test_nothing_of_a_header_shows(form, messages, end, streamed, data):
         assert not Counter(bodies) - Counter("".join([content, reasoning, *(text for _, text in calls)]))
 
 
+def test_the_tokens_that_go_on_with_a_header(form):
+    """What the watcher lets through before JSON, and what it forces when thinking is cut."""
+    splitter, tools = form.splitter(tokens_of(TURN), exact=True), [{"function": {"name": "f"}}]
+    free = form.splitter(tokens_of(TURN), tools=tools)
+
+    def after(text, of=splitter):
+        state = of.first
+        for token in tokens_of(text):
+            state, _ = of.split(state, token)
+        return state
+
+    channel, start, message = tokens_of("<|channel|><|start|><|message|>")
+    analysis, final, commentary = (tokens_of(name)[0] for name in ("analysis", "final", "commentary"))
+    assert splitter.header_tokens(splitter.first) == {channel, start}
+    assert splitter.header_tokens(after("<|channel|>")) == {analysis, final}
+    assert splitter.header_tokens(after(f"{ANALYSIS}Hm.<|end|>")) == {start}
+    assert splitter.header_tokens(after(f"{ANALYSIS}Hm.<|channel|>")) == {analysis, final}
+    assert message in splitter.header_tokens(after("<|channel|>final"))
+    assert splitter.closing_tokens(after(f"{ANALYSIS}Hm.")) == {END}
+    assert splitter.closing_tokens(after(f"{ANALYSIS}Hm.<|end|>")) == {start}
+    assert splitter.closing_tokens(after(f"{ANALYSIS}Hm.<|end|>{TURN}<|channel|>")) == {final}
+    assert free.closing_tokens(after(f"{ANALYSIS}Hm.<|end|>{TURN}<|channel|>", free)) == {final, commentary}
+    assert not free.closing_tokens(after(f"{ANALYSIS}Hm.<|end|>{TURN}<|channel|>commentary", free))
+    assert free.reopening_tokens(after(f"{FINAL}Hm.<|end|>{TURN}<|channel|>", free)) == {analysis}
+    assert free.reopening_tokens(after(f"{FINAL}Hm.<|end|>analysis", free)) == {message}
+    assert not free.reopening_tokens(after(f"{FINAL}Hm.<|end|>", free))
+
+
 @given(st.lists(st.sampled_from([*SPECIAL, *range(0, 3000, 7), *tokens_of("to=functions.f final")]), max_size=30))
 def test_any_tokens_end_in_a_reply(form, tokens):
     """Total, and what was sent stays."""

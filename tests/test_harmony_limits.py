@@ -183,6 +183,7 @@ def test_thinking_that_was_cut_stays_closed(place, path):
     reply = both(server, cut, reasoning_budget=4, max_tokens=200, **body)
     assert reply.reasoning.split() == LONG.split()[:4]
     assert "One." in reply.content and reply.content.endswith("Two.")
+    assert "black white bread" in reply.content.partition("One.")[2]  # on a channel of its own, if not that one
 
 
 @PATHS
