@@ -113,6 +113,14 @@ class CallReader:
     def kind(self, state: State) -> str:
         return "tool" if state.call is not None else self._inner.kind(state.inner)
 
+    def lead(self, state: State) -> tuple[int, ...]:
+        """What the grammar has before a block that begins."""
+        return ()
+
+    def said_after_marker(self, state: State) -> str:
+        """What the newest token says beyond the opening marker that it completes."""
+        return state.call.body if state.call is not None else ""
+
     def split(self, state: State, token: int, text: str) -> tuple[State, Parts]:
         """(state after `token`, the parts it decided)."""
         parts: Parts = []

@@ -122,29 +122,47 @@ class HarmonyFormat:
         self.ids = {name: vocabulary[name] for name in (*REQUIRED, "<|constrain|>", "<|return|>") if name in vocabulary}
         self.names = {token: name for name, token in self.ids.items()}
 
-        def tokens(texts: Iterable[str]) -> list[tuple[int, ...]]:
-            """Each of `texts` as it may stand in a reply: with the turn marker, and without."""
-            return [
-                tuple(tokenizer.encode(turn + text, add_special_tokens=False))
-                for text in texts
-                for turn in ("<|start|>assistant", "")
-            ]
-
+        self._tokenizer = tokenizer
+        tokens = self._headers
         self.final = tokens(text for text in FINAL_HEADERS if "<|constrain|>" in self.ids or "constrain" not in text)
         self.thinking = tokens(["<|channel|>analysis<|message|>"])
         self.closing = tokens(FINAL_HEADERS[:1])
         self.closing_with_tools = self.closing + tokens(["<|channel|>commentary"])
         self.analysis = tokenizer.encode(ANALYSIS, add_special_tokens=False)[0]
 
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _headers(self, texts: Iterable[str]) -> list[tuple[int, ...]]:
+        """Each of `texts` as it may stand in a reply: with the turn marker, and without."""
+        return [tuple(self._encode(turn + text)) for text in texts for turn in ("<|start|>assistant", "")]
+
+    def calls(self, names: Iterable[str]) -> list[tuple[int, ...]]:
+        """The headers of calls."""
+        kind = " <|constrain|>json" if "<|constrain|>" in self.ids else ""
+        return self._headers(f"<|channel|>commentary to=functions.{name}{kind}<|message|>" for name in names)
+
     @staticmethod
     def spoken_by(tokenizer: Any) -> bool:
         vocabulary = tokenizer.get_vocab()
         return all(name in vocabulary for name in REQUIRED)
 
-    def splitter(self, prompt: list[int], *, exact: bool = False, tools: list | None = None) -> HarmonySplitter:
-        """The reading of a reply to `prompt`. `exact`: it is held to a grammar; `tools`: the request's."""
+    def splitter(
+        self,
+        prompt: list[int],
+        *,
+        exact: bool = False,
+        tools: list | None = None,
+        held: Iterable[str] = (),
+        answers: bool = True,
+    ) -> HarmonySplitter:
+        """The reading of a reply to `prompt`. `exact`: it is held to a grammar; `tools`: the request's.
+
+        `held`: the tools whose calls a grammar holds; `answers`: a reply that is exact may also be an answer.
+        """
         names = frozenset(tool["function"]["name"] for tool in tools or ())
-        splitter = HarmonySplitter(self, HarmonyState(START), exact, names)
+        leads = {name: tuple(self._encode(f"{name}\n")) for name in held}
+        splitter = HarmonySplitter(self, HarmonyState(START), exact, names, leads, answers)
         start = self.ids["<|start|>"]
         at = next((n for n in range(len(prompt) - 1, -1, -1) if prompt[n] == start), None)
         if at is None:
@@ -168,9 +186,20 @@ class HarmonySplitter:
 
     by_tokens = True
 
-    def __init__(self, form: HarmonyFormat, first: HarmonyState, exact: bool, tools: frozenset[str]):
+    def __init__(
+        self,
+        form: HarmonyFormat,
+        first: HarmonyState,
+        exact: bool,
+        tools: frozenset[str],
+        leads: dict[str, tuple[int, ...]],
+        answers: bool,
+    ):
         self._form, self.first, self.exact, self._tools = form, first, exact, tools
         self.opening, self.closing = (), (form.ids["<|end|>"],)
+        self.leads = leads
+        self._answers = answers
+        self._calls = form.calls(leads) if exact else []
 
     def units(self, text: str) -> int:
         return 1
@@ -259,7 +288,7 @@ class HarmonySplitter:
         if kind != TOOL:
             return HarmonyState(kind), []
         name = (recipient or "").removeprefix("functions.")
-        return HarmonyState(kind), [Part(CALL, "", 0, (Opened(None, name, name in self._tools),))]
+        return HarmonyState(kind, recipient=recipient), [Part(CALL, "", 0, (Opened(None, name, name in self._tools),))]
 
     def _mark(self, state: HarmonyState, name: str) -> tuple[HarmonyState, Parts]:
         """A marker: what it makes of the words before it. Its own unit is the caller's to say."""
@@ -305,14 +334,29 @@ class HarmonySplitter:
         return frozenset(h[length] for h in headers if len(h) > length and h[:length] == begun)
 
     def header_tokens(self, state: HarmonyState) -> frozenset[int]:
-        """The tokens by which a header may go on before an answer that is held to a grammar."""
-        found = self._following(self._form.final + self._form.thinking, state.tokens)
+        """The tokens by which a header may go on before a body that is held to a grammar."""
+        found = self._following(self._bodies() + self._form.thinking, state.tokens)
         return found | {self._form.ids["<|start|>"]} if state.phase == START or not found else found
+
+    def _bodies(self) -> list[tuple[int, ...]]:
+        """The headers of what a reply that is held to a grammar may be."""
+        return (self._form.final if self._answers else []) + self._calls
+
+    def lead(self, state: HarmonyState) -> tuple[int, ...] | None:
+        """What the grammar has before a body that begins: the call's name, on a line. None where it holds no body."""
+        if state.phase == TOOL:
+            return self.leads.get((state.recipient or "").removeprefix("functions."))
+        return tuple(self._form._encode("\n")) if state.phase == ANSWER and self.leads else ()
+
+    def said_after_marker(self, state: HarmonyState) -> str:
+        return ""  # a marker is a token of its own
 
     def closing_tokens(self, state: HarmonyState) -> frozenset[int]:
         """The tokens by which thinking that is cut comes to its end and the answer begins; none where all is free."""
         if state.phase == REASONING:
             return frozenset(self.closing)
+        if self.exact and self.leads:
+            return self._following(self._bodies(), state.tokens)
         return self._following(self._form.closing_with_tools if self._tools else self._form.closing, state.tokens)
 
     def reopening_tokens(self, state: HarmonyState) -> frozenset[int]:

@@ -51,6 +51,7 @@ class TokenState(NamedTuple):
 class TokenSplitter:
     """start → reasoning → answer by marker tokens. In `start` the marker may open, or the answer begins."""
 
+    leads = ()  # no body has anything of its header in the grammar
     exact = True  # what it calls an answer is all of it, also when that is nothing
     by_tokens = True
 
@@ -94,6 +95,10 @@ class TokenSplitter:
         marker = {START: self.opening, REASONING: self.closing}.get(state.phase, ())[: state.matched]
         data = state.pending + b"".join(map(self._bytes, marker))
         return [Part(self.kind(state), data.decode("utf-8", "replace"), len(marker))]
+
+    def lead(self, state: TokenState) -> tuple[int, ...]:
+        """What the grammar has before an answer that begins."""
+        return ()
 
     def header_tokens(self, state: TokenState) -> tuple[int, ...]:
         """The tokens by which the opening marker goes on."""

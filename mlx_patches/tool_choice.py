@@ -28,6 +28,7 @@ from mlx_patches.tool_grammars import FORMATS, Calls, Tool, call_rules, literal
 
 ANY_OBJECT = Prepared('{"type":"object"}')
 NAME = re.compile(r"[\w.:/@-]{1,128}", re.ASCII)
+LINE = r'"\n"'
 BREAK = r"(/\n{1,2}/)?"  # between thinking, calls, and calls
 
 
@@ -131,15 +132,19 @@ class ToolFormat:
         self.name = tokenizer.tool_parser.__module__.rpartition(".")[2] if tokenizer.has_tool_calling else None
         self.form = FORMATS.get(self.name or "")
         self.start, self.end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
+        self.headed = self.name == "harmony"  # a header opens a call, and no grammar sees it
+        if self.headed:
+            self.start = self.end = ""
         added = tokenizer._tokenizer.added_tokens_decoder
         self.specials = {token.content: number for number, token in added.items()}
 
     def reply(self, rules: ToolRules, answer: Grammar | None) -> Grammar:
         """What holds the whole reply: calls, or else `answer`. Raises Refused (400)."""
         calls = self._calls(rules)
-        unit = f"{BREAK} {self._literal(self.start)} block {self._literal(self.end)}"
+        unit = "block" if self.headed else f"{BREAK} {self._literal(self.start)} block {self._literal(self.end)}"
         together = rules.several and self.end
-        lines = [f"start: calls{'' if answer is None else ' | @answer'}", f"calls: ({unit}){'+' if together else ''}"]
+        other = "" if answer is None else f" | {LINE if self.headed else ''} @answer"
+        lines = [f"start: calls{other}", f"calls: ({unit}){'+' if together else ''}"]
         grammars: list[dict] = [{"lark_grammar": "\n".join([*lines, calls.rules])}]
         if answer is not None:
             grammars.append({**_only_grammar(answer), "name": "answer"})

@@ -54,6 +54,7 @@ FORMATS = {
     "glm47": Format("{}", "", shape="tags", parameter="<arg_key>{}</arg_key><arg_value>", end="</arg_value>"),
     "gemma4": Format("call:{}", "", shape="gemma"),
 }
+FORMATS["harmony"] = Format("{}\n", "")  # a call's header is not fed to the grammar: only its name, on a line
 FORMATS["laguna"] = FORMATS["glm47"]
 FORMATS["longcat"] = Format(
     "{}",
@@ -127,7 +128,9 @@ class _Writer:
         arguments = {"json": self._json, "tags": self._tags, "gemma": self._gemma_root}[self.form.shape]
         head, tail = self.form.head.format(tool.name), self.form.tail
         line, head = ('"\\n"? ', head[1:]) if head.startswith("\n") else ("", head)  # not all models write it
-        self.rules.append(f"call_{self._tools}: {line}{self.literal(head)} {arguments(self._root)} {self._tail(tail)}")
+        end, tail = (' "\\n"?', tail[:-1]) if tail.endswith("\n") else ("", tail)
+        written = ' " "? '.join(map(self.literal, head.split(" "))) if head.startswith("{") else self.literal(head)
+        self.rules.append(f"call_{self._tools}: {line}{written} {arguments(self._root)} {self._tail(tail)}{end}")
         self._tools += 1
 
     def _tail(self, text: str) -> str:

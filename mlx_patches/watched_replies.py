@@ -39,7 +39,14 @@ class WatchesReplies:
         if grammar is not None:
             matcher = provider.grammars.matcher(grammar)
         if form.messages is not None:
-            args.splitter = form.messages.splitter(prompt, exact=ask.grammar is not None, tools=request.tools)
+            held = ask.tools.tools if ask.tools is not None and (ask.calls_in_grammar or ask.calls) else ()
+            args.splitter = form.messages.splitter(
+                prompt,
+                exact=ask.grammar is not None,
+                tools=request.tools,
+                held=[tool.name for tool in held],
+                answers=ask.tools is None or not ask.tools.required,
+            )
         elif ask.grammar is not None:
             kwargs = {**provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
             thinking = request.request_type == "chat" and kwargs.get("enable_thinking") is not False

@@ -27,6 +27,8 @@ from mlx_patches.reply_limits import JsonPlace, ReplyLimits
 from mlx_patches.stop_strings import StopStrings
 from mlx_patches.token_masks import TokenMask, keep, row_of
 
+HELD = (ANSWER, "tool")  # phases of a reading by tokens that a grammar holds
+
 
 class Mark(NamedTuple):
     """What is known after a token.
@@ -36,7 +38,8 @@ class Mark(NamedTuple):
     character that is not. `blind`: the scores that choose the next token had none that the grammar allows. `thought`,
     `answered`: tokens of either. `cut`: the limit that cut the reply; `shut`: its thinking was closed and stays so;
     `closed`: something else came after it; `ending`: its answer is to come to an end; `json`: where in a JSON text it
-    stands. `calling`: in a block of calls that the matcher holds; `called`: blocks of calls that have ended.
+    stands. `lead`: tokens that the grammar has before its first, counted in `fed`. `calling`: in a block of calls that
+    the matcher holds; `called`: blocks of calls that have ended.
     """
 
     reading: tuple
@@ -54,6 +57,7 @@ class Mark(NamedTuple):
     closed: bool = False
     ending: bool = False
     json: JsonPlace = JsonPlace()
+    lead: tuple[int, ...] = ()
     calling: bool = False
     called: int = 0
 
@@ -186,7 +190,7 @@ class Watcher:
         before = mark.reading.phase
         mark = self._scan(mark, token)
         phase = mark.reading.phase
-        if phase == ANSWER and before in (ANSWER, START):
+        if phase in HELD and before in (phase, START):
             self._feed(token)
             return mark._replace(fed=len(self._fed))
         if phase == START and len(self._fed) == len(self._taken) - 1 and self._matcher.validate_tokens([token]):
@@ -195,8 +199,14 @@ class Watcher:
             return mark._replace(fed=len(self._fed))
         if phase != before:
             # A marker is complete: what it made the grammar take is taken back, and an answer begins after it.
-            mark = mark._replace(begin=len(self._taken), fed=0)
-            self._feed_up_to(mark)
+            mark = self._begin(mark)
+        return mark
+
+    def _begin(self, mark: Mark) -> Mark:
+        """The grammar begins with the next token."""
+        lead = self._splitter.lead(mark.reading) or ()
+        mark = mark._replace(begin=len(self._taken), lead=lead, fed=len(lead))
+        self._feed_up_to(mark)
         return mark
 
     def _judge_free(self, mark: Mark, token: int) -> Mark:
@@ -208,22 +218,22 @@ class Watcher:
             self._feed(token)
             over = self._matcher.is_stopped()
             return mark._replace(fed=len(self._fed), calling=not over, called=mark.called + over)
-        if kind == "tool" != before and self._blocks and not self._said_after_marker(mark).strip("\n"):
-            mark = mark._replace(begin=len(self._taken), fed=0, calling=True)
-            self._feed_up_to(mark)
-        elif before == "tool" != kind:
+        if kind == "tool" and before not in ("tool", REASONING) and self._blocks and self._may_hold(mark):
+            mark = self._begin(mark._replace(calling=True))
+        elif before == "tool" != kind and getattr(mark.reading, "called", True):
             mark = mark._replace(called=mark.called + 1)
         return mark
 
-    def _said_after_marker(self, mark: Mark) -> str:
-        """What the newest token says beyond the opening marker that it completes: no grammar has seen it."""
-        return mark.reading.call.body
+    def _may_hold(self, mark: Mark) -> bool:
+        """Whether the grammar has seen all of a block that begins: not what its marker's last token says beyond it."""
+        said = self._splitter.said_after_marker(mark.reading)
+        return self._splitter.lead(mark.reading) is not None and not said.strip("\n")
 
     def _may_end(self, mark: Mark) -> bool:
         if self._blocks and not mark.calling:
             return True
         phase = ANSWER if self._blocks else mark.reading.phase
-        whole = phase in (START, ANSWER) and len(self._fed) == len(self._taken) - 1 - mark.begin
+        whole = phase in (START, *HELD) and len(self._fed) - len(mark.lead) == len(self._taken) - 1 - mark.begin
         return whole and self._matcher.is_accepting()
 
     def _scan(self, mark: Mark, token: int) -> Mark:
@@ -274,7 +284,7 @@ class Watcher:
         """Bring the matcher to the state it had at `mark`."""
         if self._matcher is None:
             return
-        wanted = self._taken[mark.begin : mark.begin + mark.fed]
+        wanted = [*mark.lead, *self._taken[mark.begin : mark.begin + mark.fed - len(mark.lead)]]
         same = next(
             (i for i, (a, b) in enumerate(zip(wanted, self._fed, strict=False)) if a != b),
             min(len(wanted), len(self._fed)),
@@ -303,7 +313,7 @@ class Watcher:
         if phase == REASONING:
             return keep(self._form.thinking_row(width), logits)
         markers = self._splitter.header_tokens(mark.reading) if phase in (START, HEADER) else ()
-        if phase == HEADER or (phase == START and len(self._fed) < len(self._taken)):
+        if phase == HEADER or (phase == START and (self._splitter.leads or len(self._fed) < len(self._taken))):
             return keep(row_of(markers, width), logits)
         self._mask.fill(self._matcher)
         if self._matcher.is_error():
