@@ -11,6 +11,7 @@ json_schemas.py       a JSON schema made such that a grammar holds to it, and wh
 schema_keywords.py    what llguidance holds of one schema's keywords
 reply_format.py       how a model writes a reply: thinking markers, end tokens, the text of a token
 harmony.py            the Harmony reply format (gpt-oss)
+harmony_headers.py    the words of its headers
 watcher.py            the logits processor: phases, grammar, stop strings; takes tokens back
 watched_replies.py    which replies are watched, and the tokens of each step
 token_masks.py        masks over the vocabulary, on any device

@@ -16,26 +16,15 @@ arguments are what the model wrote, to the letter, and "{}" where that is nothin
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from mlx_patches.call_reader import CALL, Arguments, Closed, Dropped, Opened
 from mlx_patches.chat_messages import text_of
+from mlx_patches.harmony_headers import ANALYSIS, FINAL, TOOL, Words, body_kind, read_words
 from mlx_patches.reply_format import ANSWER, HEADER, MARKER, REASONING, START, Part, Parts, decode
 
-TOOL = "tool"
 REQUIRED = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
-ANALYSIS, FINAL = "analysis", "final"
-
-WORD = re.compile(r"\S+")
-ROLE = re.compile(r"assistant|(?:user|system|developer|tool)(?!\w)")
-CHANNEL = re.compile(r"(analysis|commentary|final)(?!\w)[?!.:,;]*")
-RECIPIENT = re.compile(r'(?:to=|(?=functions\.))([^\s{"]*)')
-TYPE = re.compile(r"(?:json|code|text)$", re.IGNORECASE)
-LOOSE = re.compile(r"[^\s{}\[\]\"'<>]+")  # a channel or content type that nobody knows
-KNOWN = ("assistant", "analysis", "commentary", "final", "to=", "functions.")
-NOBODY = ("", "assistant", "user", "all")  # recipients that are no tools
 
 FINAL_HEADERS = (
     "<|channel|>final<|message|>",
@@ -66,51 +55,9 @@ class HarmonyState(NamedTuple):
     blank: bool = True
 
 
-class Words(NamedTuple):
-    """What a header's words say. `used`: characters that are header for sure; `fits`: the rest may be header too."""
-
-    channel: str | None
-    recipient: str | None
-    used: int
-    fits: bool
-
-
-def read_words(
-    text: str, after: str, channel: str | None, recipient: str | None, *, whole: bool, typed: bool = False
-) -> Words:
-    """Read the words between two markers of a header. `whole`: the last is complete; `typed`: they may be a type."""
-    used, known = 0, False
-    for number, word in enumerate(WORD.finditer(text)):
-        name, goes_on = word[0], not whole and word.end() == len(text)
-        found = None
-        if number == 0 and after in ("", "<|start|>", "<|end|>"):
-            found = ROLE.match(name)
-        if found is None and channel is None and (found := CHANNEL.match(name)):
-            channel = found[1]
-        if found is None and (found := RECIPIENT.match(name)):
-            recipient = found[1]
-        if found is None and (channel or recipient or typed or after == "<|constrain|>"):
-            found = TYPE.match(name)
-        if found is None:
-            known = goes_on and any(begins.startswith(name) for begins in KNOWN)
-            loose = channel or recipient or (number == 0 and after in ("<|channel|>", "<|constrain|>"))
-            alone = not text[word.end() :].strip()
-            return Words(channel, recipient, used, alone and bool(known or (loose and LOOSE.fullmatch(name))))
-        used = word.start() + found.end()
-        if found.end() < len(name):
-            return Words(channel, recipient, used, False)
-    return Words(channel, recipient, used, True)
-
-
 def recipient_of(state: HarmonyState, words: Words) -> str | None:
     carried = state.carried if words.channel not in (FINAL, ANALYSIS) else None
     return carried if words.recipient is None else words.recipient
-
-
-def body_kind(channel: str | None, recipient: str | None) -> str:
-    if recipient is not None and recipient not in NOBODY:
-        return TOOL
-    return REASONING if channel == ANALYSIS else ANSWER
 
 
 class HarmonyFormat:

@@ -45,7 +45,7 @@ from tests.conftest import Server
 from tests.fuzz_requests import DEEP, DEEP_CALL, OPTIONS, encode, raw_requests, requests
 from tests.tiny_models import model_folder
 
-SECONDS = 18  # of trying examples, a test
+SECONDS = 15  # of trying examples, a test
 LEAST = 10  # examples of a test that have to be tried, however slow the machine is
 BOUND = 60  # seconds from the last byte that is sent to the end of an answer: a machine under load needs its time
 WINDOW = 640
@@ -119,7 +119,8 @@ class Target:
     def __init__(self, kind: str):
         self.folder, self.ended = tempfile.TemporaryDirectory(prefix="fuzz-"), False
         self.model = Path(self.folder.name) / kind
-        shutil.copytree(model_folder(kind, style="think", tools="json_tools"), self.model)
+        options = {} if kind == "gpt_oss" else {"style": "think", "tools": "json_tools"}
+        shutil.copytree(model_folder(kind, **options), self.model)
         config = json.loads((self.model / "config.json").read_text())
         (self.model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": WINDOW}))
         self.start()
@@ -178,6 +179,7 @@ def send_all(target: Target, send, given: list) -> None:
 RUNS = {
     "bodies, scripted": ("scripted", st.lists(requests(), min_size=1, max_size=3), ask),
     "bodies, sampled": ("llama", st.lists(requests(), min_size=1, max_size=3), ask),
+    "bodies, harmony": ("gpt_oss", st.lists(requests(), min_size=1, max_size=3), ask),
     "bytes and headers": ("scripted", st.lists(raw_requests(), min_size=1, max_size=8), throw),
 }
 """By name: the kind of model, what is sent at once, and how."""

@@ -14,6 +14,7 @@ ROOMS = [path for path in PRODUCT if path.parent.name == "mlx_patches" and path.
 PLAIN = {
     "argument_values",
     "demo_model",
+    "harmony_headers",
     "json_schemas",
     "reply_format",
     "schema_keywords",
@@ -31,6 +32,7 @@ PURE = [
     "chat_messages",
     "chat_wire",
     "context_window",
+    "harmony_headers",
     "image_urls",
     "json_schemas",
     "reply_events",
