@@ -288,7 +288,7 @@ REQUESTS = {
     "two calls": (CHAT, body_of(f"{CALL}{CALL} and that", tools=TOOLS)),
     "thinking": (CHAT, body_of("<think>Let me think.</think>Yes, and no.")),
     "thinking switched off": (CHAT, body_of("Yes.", chat_template_kwargs={"enable_thinking": False})),
-    "thinking, then a call": (CHAT, body_of(THINKS, tools=TOOLS)),
+    "thinking, then a call": (CHAT, body_of(THINKS.replace("Well: ", "Well:"), tools=TOOLS)),
     "a limit": (CHAT, body_of("one two three four five", max_tokens=3)),
     "a limit in a marker": (CHAT, body_of("one <<|cut|>/<|cut|>think", max_tokens=3)),
     "a limit while thinking": (CHAT, body_of("<think>one two three", max_tokens=3)),

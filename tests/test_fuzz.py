@@ -1,6 +1,6 @@
 """Bodies, headers and bytes that are damaged at random, while a plain request always runs beside them.
 
-    python -m pytest tests/test_fuzz.py        # some 75 seconds
+    python -m pytest tests/test_fuzz.py        # some 80 seconds
     python -m tests.test_fuzz --minutes 20     # each test in turn, other examples each time; findings in smallest form
 
 What must hold of every exchange: it is answered or closed within BOUND seconds, what is answered is well-formed, and no
@@ -225,9 +225,8 @@ def test_what_was_found_stays_mended(serve, tiny):
         said = {"role": "user", "content": f'<tool_call>\n{{"name": "add", "arguments": {value}}}{end}'}
         body = {"messages": [said], "tools": OPTIONS["tools"][1], "tool_choice": "required"}
         for tokens in range(10, most):
-            for streams in (False, True):
-                reply = ask(server, CHAT, {**body, "max_tokens": tokens, "stream": streams})
-                assert (reply.status, reply.finish_reason) == (200, "length"), tokens
+            reply = ask(server, CHAT, {**body, "max_tokens": tokens, "stream": tokens % 2 == 0})
+            assert (reply.status, reply.finish_reason) == (200, "length"), tokens
     for message in (said | {"x": DEEP[0]}, {"role": "assistant", "tool_calls": [DEEP_CALL]}):
         reply = ask(server, CHAT, {"messages": [message, said]})
         assert (reply.status, reply.error["param"]) == (400, "messages[0]")

@@ -173,9 +173,21 @@ def test_a_model_without_a_tool_format_cannot_be_forced(serve, tiny):
     assert chat(server, "Hello", tools=TOOLS).content == "Hello"
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_random_weights_call_what_they_must(serve, tiny, kind):
-    folder = tiny(kind, tools="json_tools", **({"style": "think"} if kind == "qwen3" else {}))
+WRITERS = {
+    "json_tools": ("llama", {"tools": "json_tools"}),
+    "thinking": ("qwen3", {"tools": "json_tools", "style": "think"}),
+    "qwen3_coder": ("llama", {"tools": "qwen3_coder"}),
+    "gemma4": ("llama", {"tools": "gemma4"}),
+    "mistral": ("llama", {"tools": "mistral"}),
+    "glm47": ("llama", {"tools": "glm47"}),
+    "harmony": ("gpt_oss", {"style": "harmony"}),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_random_weights_call_what_they_must(serve, tiny, writer):
+    kind, options = WRITERS[writer]
+    folder = tiny(kind, **options)
     server = serve(folder)
     body = {"temperature": 1, "max_tokens": 400, "reasoning_budget": 8, "logit_bias": closing_bias(folder)}
     choices = ["required", named("get_weather"), named("ping"), "auto"]
