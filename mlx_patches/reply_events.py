@@ -97,26 +97,19 @@ class ReplyReader:
         splitter: Any,
         stops: StopStrings | None,
         token_bytes: Callable[[int], bytes],
-        format_calls: Callable[[list[str]], list[dict]] | None,
         *,
         logprobs: bool = False,
         streamed: bool = True,
     ):
-        """`format_calls` turns calls that a splitter gives as text into OpenAI's call objects.
-
-        `streamed`: a call is sent while it is written; else only when it is whole.
-        """
-        self._splitter, self._stops = splitter, stops
-        self._token_bytes, self._format_calls = token_bytes, format_calls
+        """`streamed`: a call is sent while it is written; else only when it is whole."""
+        self._splitter, self._stops, self._token_bytes = splitter, stops, token_bytes
         self._logprobs, self._streamed = logprobs, streamed
         self._state = splitter.first
-        self._kind = splitter.kind(self._state)
         self._open: deque[_Token] = deque()  # tokens of which not all is decided
         self._listed: deque[_Token] = deque()  # tokens of content whose text is not all sent
         self._said = 0  # characters of content, sent or held back
         self._sent = 0  # characters of content that are sent
         self._held = ""
-        self._call_text = ""
         self._calls = 0  # that are whole
         self._opened = 0
         self._waiting: list[CallOpened | CallArguments] = []  # of a call that is not whole
@@ -190,15 +183,8 @@ class ReplyReader:
                 if self._streamed and Dropped(cut=True) in part.steps:
                     part = part._replace(kind=MARKER, text="")  # its arguments stay as they were sent
             self._attribute(part)
-            if part.kind == MARKER:
-                continue
-            if self._kind == "tool" and part.kind != "tool":
-                yield from self._call()
-            self._kind = part.kind
             if part.kind == REASONING and part.text:
                 yield Reasoning(part.text)
-            elif part.kind == "tool":
-                self._call_text += part.text
             elif part.kind == ANSWER:
                 yield from self._content(part.text)
                 if self._stopped:
@@ -232,17 +218,6 @@ class ReplyReader:
         yield from self._content_event(text)
         if self._splitter.exact and not self._said:
             yield Content("")  # an empty answer, which the grammar allowed, is an answer
-        if self._kind == "tool" and self._call_text:
-            yield from self._call()
-
-    def _call(self) -> Iterator[Any]:
-        text, self._call_text = self._call_text, ""
-        for call in self._format_calls([text]):
-            function = call["function"]
-            yield CallOpened(self._opened, call["id"], function.get("name", ""))
-            yield CallArguments(self._opened, function["arguments"])
-            self._opened += 1
-            self._calls += 1
 
     def _steps(self, steps: tuple) -> Iterator[Any]:
         """What a call reader says of calls."""
@@ -364,7 +339,6 @@ class StreamsReplies:
             args.splitter,
             StopStrings(args.ask.stops) if args.ask.stops else None,
             form.token_bytes,
-            None,
             logprobs=args.logprobs,
             streamed=args.ask.stream,
         )

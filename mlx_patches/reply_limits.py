@@ -258,6 +258,8 @@ class LoopJudge:
         """Whether the text ends in `2 × repeat_limit` copies of a block, back to back."""
         copies, text = 2 * self._repeat_limit, self._text[max(begin - self._from, 0) :]
         tail, last = text[-BLOCK:], len(text) - BLOCK
+        if last < 0:
+            return False
         at = last
         while (at := text.rfind(tail, max(last - len(text) // copies, 0), at + BLOCK - 1)) >= 0:
             period = last - at

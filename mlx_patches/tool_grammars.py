@@ -161,6 +161,12 @@ class _Writer:
             tag = self.literal(self.form.parameter.format(name))
             part = f"{tag} {self._tagged({} if schema is True else schema, name)}"
             parts.append(part if name in required else f"({part})?")
+        if not properties and root.get("additionalProperties") is not False:
+            before, after = map(self.literal, self.form.parameter.split("{}"))
+            name = self._rule(r"/[\w.-]+/", "W")
+            parts.append(
+                f"({before} {name} {after} {self._tagged(_schema_of(root.get('additionalProperties')), '*')})*"
+            )
         return " ".join(parts)
 
     def _tagged(self, schema: dict, path: str) -> str:

@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("here")
 ROOT = Path(__file__).parent.parent
 OPENBLAS = Path("/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so")
 MOST_ALIVE = 10  # a server of a tiny model takes some 100 MB
-START_SECONDS = 60
+START_SECONDS = 120
 
 
 def server_env(extra=None) -> dict:

@@ -41,7 +41,7 @@ def form():
 def read(form, tokens, end=None, prompt=TURN, streamed=True):
     """Each event of a reply of these tokens: `end` None is a reply that goes on, "length" one that is cut."""
     splitter = form.splitter(tokens_of(prompt))
-    reader = ReplyReader(splitter, None, form.token_bytes, None, streamed=streamed)
+    reader = ReplyReader(splitter, None, form.token_bytes, streamed=streamed)
     events = []
     for n, token in enumerate(tokens):
         last = n == len(tokens) - 1

@@ -1,9 +1,8 @@
-"""ReplyReader by itself: hand-made tokens, mlx_lm's own text state machine and our token splitter, no model, no socket.
+"""ReplyReader by itself: hand-made tokens, read by a CallReader or a TokenSplitter, no model, no socket.
 
 What always holds: what is sent depends on the text of a reply and never on how it was cut into tokens.
 """
 
-import json
 import re
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,21 +10,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import Response
 
 from mlx_patches.reply_events import CallArguments, CallOpened, Content, Reasoning, ReplyReader
-from mlx_patches.reply_format import TextSplitter, TokenSplitter
+from mlx_patches.reply_format import TokenSplitter
 from mlx_patches.stop_strings import StopStrings
+from tests.tool_texts import splitter as calls_of
 
-MACHINE = TextStateMachine(
-    {
-        "normal": [("<think>", "reasoning"), ("<tool_call>", "tool")],
-        "reasoning": [("</think>", "normal"), ("<tool_call>", "tool")],
-        "tool": [("</tool_call>", "normal")],
-    }
-)
-MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 END = -1
 
 
@@ -47,22 +38,24 @@ class Sent:
         return self.content, self.reasoning, self.calls, self.reason
 
 
-def one_call(texts):
-    """As mlx_lm's formatter should: texts that are no call are dropped."""
-    try:
-        calls = [(call["name"], json.dumps(call["args"])) for call in map(json.loads, texts)]
-    except (ValueError, KeyError):
-        return []
-    return [{"id": "c", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
-
-
-def read(tokens, *, stops=(), initial="normal", end="stop", last="", splitter=None, spell=None, logprobs=True):
+def read(
+    tokens,
+    *,
+    stops=(),
+    initial="normal",
+    end="stop",
+    last="",
+    splitter=None,
+    spell=None,
+    logprobs=True,
+    streamed=True,
+):
     """Reads a reply whose tokens have these texts (or, with a TokenSplitter, these ids). `end` is how mlx_lm ends it;
     `last` is the text that its detokenizer still held when the end token came. A token's id is its place."""
-    splitter = splitter or TextSplitter(MACHINE, initial)
+    splitter = splitter or calls_of("json_tools", initial=initial)
     spell = spell or (lambda n: tokens[n].encode())
     stop_strings = StopStrings(tuple(stops)) if stops else None
-    reader = ReplyReader(splitter, stop_strings, spell, one_call, logprobs=logprobs)
+    reader = ReplyReader(splitter, stop_strings, spell, logprobs=logprobs, streamed=streamed)
     responses = []
     for n, token in enumerate(tokens):
         text, number = (token, n) if isinstance(token, str) else ("", token)
@@ -96,7 +89,7 @@ def letters(text):
     return list(text)
 
 
-CALL = '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>'
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
 # Pieces
@@ -110,13 +103,13 @@ CALL = '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>'
         ("Hello", "Hello", "", 0),
         ("<think>Hm.</think>Yes.", "Yes.", "Hm.", 0),
         ("a<think>b</think>c<think>d</think>e", "ace", "bd", 0),
-        (f"Well: {CALL}", "Well: ", "", 1),
+        (f"Well:{CALL}", "Well:", "", 1),
         (f"<think>Hm.{CALL}", "", "Hm.", 1),
-        (f"{CALL} and {CALL}!", " and !", "", 2),
+        (f"{CALL} and {CALL}!", " and!", "", 2),
         ("1 < 2 </think>", "1 < 2 </think>", "", 0),
         ("<think>never closed </thi", "", "never closed </thi", 0),
         ("no tool: <tool_cal", "no tool: <tool_cal", "", 0),  # mlx_lm drops this end when the reply stops
-        ("x <tool_call>{broken", "x ", "", 0),
+        ("x <tool_call>{broken", "x <tool_call>{broken", "", 0),
         ("", "", "", 0),
     ],
 )
@@ -145,11 +138,21 @@ def test_what_the_detokenizer_held_comes_with_the_end_token():
     assert read(["ST"], last="OP", stops=["STOP"]).said == ("", "", [], "stop")
 
 
-def test_a_call_is_passed_through_as_one_event_each_of_name_and_arguments():
-    sent = read([*letters(CALL), "\n", *letters(CALL)])
-    assert [type(e) for e in sent.events if not isinstance(e, Content)] == [CallOpened, CallArguments] * 2
-    assert sent.events[0] == CallOpened(0, "c", "f")
-    assert json.loads(sent.events[1].text) == {"a": 1}
+@pytest.mark.parametrize("streamed", [True, False])
+def test_calls_are_numbered_and_each_has_an_id(streamed):
+    sent = read([*letters(CALL), "\n", *letters(CALL)], streamed=streamed)
+    opened = [event for event in sent.events if isinstance(event, CallOpened)]
+    assert [(event.number, event.name) for event in opened] == [(0, "f"), (1, "f")]
+    assert opened[0].id and opened[1].id and opened[0].id != opened[1].id
+    assert sent.calls == [["f", '{"a": 1}']] * 2
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_call_that_is_cut_is_sent_in_part_or_as_text(streamed):
+    text = CALL.partition(" 1")[0]
+    sent = read(["Well:", *letters(text)], end="length", streamed=streamed)
+    content, calls = ("Well:", [["f", '{"a":']]) if streamed else (f"Well:{text}", [])
+    assert sent.said == (content, "", calls, "length")
 
 
 # Stop strings
@@ -203,7 +206,7 @@ def test_each_token_of_content_is_listed_once(tokens, listed, options):
 
 
 def test_an_entry_has_the_tokens_bytes_and_no_infinity():
-    reader = ReplyReader(TextSplitter(MACHINE, "normal"), None, {5: b"\xff", 6: b"b"}.get, one_call, logprobs=True)
+    reader = ReplyReader(calls_of("json_tools"), None, {5: b"\xff", 6: b"b"}.get, logprobs=True)
     top = ({"id": 6, "token": "x", "logprob": -float("inf")}, {"id": 5, "token": "y", "logprob": -0.25})
     (event,) = reader.read(Response("\ufffd", 5, float("nan"), None, top))
     ((number, data, logprob, listed),) = event.logprobs
@@ -218,8 +221,11 @@ def test_nothing_is_listed_where_nothing_is_asked_for():
 # Any text, any cutting
 
 
-PARTS = [*MARKERS, CALL, "<", "</", "<th", "ink>", "tool_call", "ST", "OP", "STOP", "a", "b ", "é", "🦉", "\n", "{}"]
-texts = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
+PARTS = ["<think>", "</think>", "<", "</", "<th", "ink>", "tool_call", "ST", "OP", "STOP", "a", "b", "é", "🦉", "{}"]
+# Blanks around a call go with it.
+texts = st.sampled_from([["b ", "\n"], [CALL]]).flatmap(
+    lambda more: st.lists(st.sampled_from([*PARTS, *more]), max_size=12).map("".join)
+)
 
 
 @st.composite
@@ -232,19 +238,10 @@ def cuttings(draw):
 
 
 def parsed(text):
-    """(content, reasoning, call texts) by a plain reading of the whole text."""
-    where, out = "normal", {"normal": "", "reasoning": "", "tool": []}
-    leads = {
-        "normal": {"<think>": "reasoning", "<tool_call>": "tool"},
-        "reasoning": {"</think>": "normal", "<tool_call>": "tool"},
-        "tool": {"</tool_call>": "normal"},
-    }
-    while text is not None:
-        found = re.search("|".join(leads[where]), text)
-        before, text, after = (text[: found.start()], text[found.end() :], found[0]) if found else (text, None, None)
-        out[where] += [before] if where == "tool" else before
-        where = leads[where].get(after)
-    return out["normal"], out["reasoning"], [t for t in out["tool"] if t]
+    """(content, reasoning, number of calls) by a plain reading of the whole text."""
+    kinds = kinds_of_letters(text)
+    said = {kind: "".join(letter for letter, its in zip(text, kinds, strict=True) if its == kind) for kind in "crt"}
+    return said["c"], said["r"], said["t"].count(CALL)
 
 
 @settings(max_examples=400, deadline=None)
@@ -254,7 +251,7 @@ def test_what_is_sent_does_not_depend_on_the_tokens(cutting, end):
     sent = read(tokens, end=end if tokens else "stop")
     content, reasoning, calls = parsed(text)
     assert (sent.content, sent.reasoning) == (content, reasoning)
-    assert len(sent.calls) == sum(len(one_call([t])) for t in calls)
+    assert sent.calls == [["f", '{"a": 1}']] * calls
 
 
 @settings(max_examples=400, deadline=None)
@@ -295,17 +292,15 @@ def test_a_token_is_listed_if_it_is_content_and_counted_if_it_is_thinking(cuttin
 
 def kinds_of_letters(text):
     """One letter for each of the text: c content, r reasoning, t a call, m a marker."""
-    kinds, where, place = "", "c", 0
-    leads = {
-        "c": {"<think>": "r", "<tool_call>": "t"},
-        "r": {"</think>": "c", "<tool_call>": "t"},
-        "t": {"</tool_call>": "c"},
-    }
-    while place < len(text):
-        marker = next((m for m in leads[where] if text.startswith(m, place)), None)
-        kinds += "m" * len(marker) if marker else where
-        place += len(marker) if marker else 1
-        where = leads[where][marker] if marker else where
+    kinds, where = "", "c"
+    for piece in re.findall(f"{re.escape(CALL)}|</?think>|.", text, re.DOTALL):
+        if piece == CALL:
+            kinds += "t" * len(piece)
+        elif piece == {"c": "<think>", "r": "</think>"}[where]:
+            kinds += "m" * len(piece)
+            where = {"c": "r", "r": "c"}[where]
+        else:
+            kinds += where * len(piece)
     return kinds
 
 

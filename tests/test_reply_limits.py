@@ -329,3 +329,10 @@ def test_a_real_loop_ends_with_limits_and_runs_on_without(serve, tiny, kind):
 def test_upstream_thinks_in_circles(serve, tiny):
     reply = chat(serve(tiny("scripted"), module="mlx_lm.server"), f"<think>{SENTENCE * 90}", max_tokens=700)
     assert reply.finish_reason == "length" and reply.usage["completion_tokens"] == 700
+
+
+def test_tokens_without_text_are_judged_too():
+    judge = LoopJudge(12, 3)
+    for text in (*[""] * 16, *["ab "] * 8):
+        judge.take(text)
+        assert judge.judge() is None

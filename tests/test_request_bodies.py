@@ -21,6 +21,7 @@ REFUSED = {
     "model": [5, [], {}, True],
     "adapters": [5, [], True],
     "draft_model": [5, [], True],
+    "reasoning_effort": [5, [], True, "much"],
     "num_draft_tokens": COUNT,
     "max_completion_tokens": LIMIT,
     "max_tokens": LIMIT,

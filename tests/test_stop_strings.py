@@ -130,13 +130,14 @@ def test_a_reply_ends_where_the_stop_string_begins(run, name):
         ("<think>a stop b</think>c stop d", ["stop"], ("c ", "a stop b", 0)),
         ("<think>a s</think>top", ["stop"], ("top", "a s", 0)),
         ('<tool_call>{"name": "f", "arguments": {"a": "stop"}}</tool_call>', ["stop"], ("", "", 1)),
-        ('go <tool_call>{"name": "f", "arguments": {"a": "stop"}}</tool_call>stop x', ["stop"], ("go ", "", 1)),
+        ('go <tool_call>{"name": "f", "arguments": {"a": "stop"}}</tool_call>stop x', ["stop"], ("go", "", 1)),
         ("no match at all", ["zebra"], ("no match at all", "", 0)),
     ],
 )
 def test_what_a_stop_string_leaves_alone(run, script, stop, said):
     server, fields = run
-    reply = both(server, script, stop=stop, **fields)
+    tools = [{"type": "function", "function": {"name": "f"}}] if said[2] else None
+    reply = both(server, script, stop=stop, tools=tools, **fields)
     assert (reply.content, reply.reasoning, len(reply.tool_calls)) == said
     assert reply.finish_reason == ("tool_calls" if said[2] else "stop")
     assert all(c["function"] == {"name": "f", "arguments": '{"a": "stop"}'} for c in reply.tool_calls)

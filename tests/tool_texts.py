@@ -182,8 +182,8 @@ class Sent:
         return [(name, json.loads(text)) for name, text in self.calls]
 
 
-def reader(form, tools=TOOLS, *, streamed=True, initial="normal", logprobs=False):
-    """A ReplyReader of the format (None: a model without one), its thinking between <think> and </think>."""
+def splitter(form, tools=TOOLS, initial="normal"):
+    """A CallReader of the format (None: a model without one), its thinking between <think> and </think>."""
     start, end = markers(form) if form else ("", "")
     edges = {"normal": [("<think>", "reasoning")], "reasoning": [("</think>", "normal")]}
     if form:
@@ -193,8 +193,12 @@ def reader(form, tools=TOOLS, *, streamed=True, initial="normal", logprobs=False
     module = import_module(f"mlx_lm.tool_parsers.{form}") if form else None
     parser = module.parse_tool_call if form else None
     name = parser.__module__.rpartition(".")[2] if form else None
-    splitter = CallReader(TextSplitter(TextStateMachine(edges), initial), Calls(name, parser, start, end, tools))
-    return ReplyReader(splitter, None, lambda n: b"x", None, streamed=streamed, logprobs=logprobs)
+    return CallReader(TextSplitter(TextStateMachine(edges), initial), Calls(name, parser, start, end, tools))
+
+
+def reader(form, tools=TOOLS, *, streamed=True, initial="normal", logprobs=False):
+    """A ReplyReader of the format's CallReader."""
+    return ReplyReader(splitter(form, tools, initial), None, lambda n: b"x", streamed=streamed, logprobs=logprobs)
 
 
 def read(form, tokens, tools=TOOLS, *, end="stop", **options):
