@@ -37,7 +37,7 @@ SEAMS = (
     Seam("server.ModelProvider.load", "read", "model_names", "193754ea:815a086c"),
     Seam("server.ModelProvider._load", "derived", "reply_format", "193754ea:24ae8377"),
     Seam("server.ModelProvider.reset", "derived", "reply_format", "c3b6ad8b:bad91742"),
-    Seam("server.ResponseGenerator.__init__", "derived", "reply_events", "068a9042:bc2b6580"),
+    Seam("server.ResponseGenerator.__init__", "derived", "survival", "068a9042:bc2b6580"),
     Seam("server.ResponseGenerator._run_generate", "rewritten", "survival", "f4ca892d:b75d390f"),
     Seam("server.ResponseGenerator._next_request", "derived", "survival", "a31d8a7b:3d336154"),
     Seam("server.ResponseGenerator._generate", "read", "watcher", "f4ca892d:3a425935"),

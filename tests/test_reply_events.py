@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.server import Response
 
@@ -269,6 +269,7 @@ def test_a_stop_string_cuts_the_same_however_the_text_is_cut(cutting, stops):
 
 @settings(max_examples=400, deadline=None)
 @given(cuttings(), st.sampled_from(["stop", "length"]))
+@example(("a <think>", ["a", " ", "<think>"]), "stop")
 def test_a_token_is_listed_if_it_is_content_and_counted_if_it_is_thinking(cutting, end):
     text, tokens = cutting
     sent = read(tokens, end=end if tokens else "stop")
