@@ -288,10 +288,9 @@ class CallReader:
         if part.kind == ANSWER and self._calls.tools:
             return self._answer(state, part.text, parts)
         if state.owed and part.units:
-            # What is held comes before this part: with a marker its text may still wait.
-            waits = part.kind == MARKER and not state.held.strip()
-            parts.append(Part(MARKER, "", state.owed) if waits else Part(ANSWER, state.held, state.owed))
-            state = state._replace(owed=0) if waits else state._replace(held="", owed=0, bare=False)
+            # What is held comes before this part, and no call will follow it.
+            parts.append(Part(ANSWER, state.held, state.owed))
+            state = state._replace(held="", owed=0, bare=False)
         if state.held and part.kind == REASONING and part.text:
             parts.append(Part(ANSWER, state.held, 0))
             state = state._replace(held="")

@@ -30,7 +30,8 @@ class Format(NamedTuple):
     """How a model writes calls. `head` and `tail` stand around a call's arguments, `{}` for its name.
 
     `shape`: "json", "tags" or "gemma". `parameter`, `end`: before (`{}` for its name) and after a parameter's value.
-    `between`: what stands between two calls of one block, None where each has markers of its own.
+    `between`: what stands between two calls of one block, None where each has markers of its own. `quote`: on both
+    sides of a string in "gemma".
     """
 
     head: str
@@ -39,6 +40,7 @@ class Format(NamedTuple):
     parameter: str = ""
     end: str = ""
     between: str | None = None
+    quote: str = ""
 
 
 FORMATS = {
@@ -52,7 +54,16 @@ FORMATS = {
         '\n<invoke name="{}">\n', "</invoke>\n", shape="tags", parameter='<parameter name="{}">', end="</parameter>\n"
     ),
     "glm47": Format("{}", "", shape="tags", parameter="<arg_key>{}</arg_key><arg_value>", end="</arg_value>"),
-    "gemma4": Format("call:{}", "", shape="gemma"),
+    "minicpm5": Format('"{}">', "", shape="tags", parameter='<param name="{}">', end="</param>"),
+    "muse_spark": Format(
+        '\n<atem:invoke name="{}">\n',
+        "</atem:invoke>\n",
+        shape="tags",
+        parameter='<atem:parameter name="{}">',
+        end="</atem:parameter>\n",
+    ),
+    "gemma4": Format("call:{}", "", shape="gemma", quote='<|"|>'),
+    "function_gemma": Format("call:{}", "", shape="gemma", quote="<escape>"),
 }
 FORMATS["harmony"] = Format("{}\n", "")  # a call's header is not fed to the grammar: only its name, on a line
 FORMATS["laguna"] = FORMATS["glm47"]
@@ -66,7 +77,6 @@ FORMATS["longcat"] = Format(
 """By the name of mlx_lm's parser. A format that is not here is left free, and cannot be forced."""
 
 NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?/"
-QUOTE = '<|"|>'  # Gemma's
 TEXT_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
 ANNOTATIONS = {"title", "description", "$schema", "$id", "default", "examples", "$comment", "deprecated", "readOnly"}
@@ -242,16 +252,16 @@ class _Writer:
     def _gemma_anything(self) -> str:
         if "anything" not in self._named:
             self._named["anything"] = name = f"anything_{self._tools}"
-            quote, words = self.literal(QUOTE), self._rule("/(?s:.*)/" + _without(QUOTE), "R")
+            quote, words = self.literal(self.form.quote), self._rule("/(?s:.*)/" + _without(self.form.quote), "R")
             pairs, items = f'/[A-Za-z_]+:/ {name} ("," /[A-Za-z_]+:/ {name})*', f'{name} ("," {name})*'
             simple = self._json({"type": ["number", "boolean", "null"]})
             self.rules.append(f'{name}: {simple} | {quote} {words} {quote} | "{{" ({pairs})? "}}" | "[" ({items})? "]"')
         return self._named["anything"]
 
     def _gemma_of_type(self, kind: str, schema: dict, path: str) -> str:
-        quote = self.literal(QUOTE)
+        quote = self.literal(self.form.quote)
         if kind == "string":
-            return f"{quote} {self._rule(self._regex(schema, path) + _without(QUOTE), 'R')} {quote}"
+            return f"{quote} {self._rule(self._regex(schema, path) + _without(self.form.quote), 'R')} {quote}"
         if kind == "object":
             return self._gemma_object(schema, path)
         if kind == "array":
@@ -281,7 +291,7 @@ class _Writer:
         return f'"[" {items if low else f"({items})?"} "]"'
 
     def _gemma_constant(self, value: Any) -> str:
-        quote = self.literal(QUOTE)
+        quote = self.literal(self.form.quote)
         match value:
             case str():
                 return f"{quote} {json.dumps(value, ensure_ascii=False)} {quote}" if value else f"{quote} {quote}"
