@@ -45,7 +45,7 @@ from tests.conftest import Server
 from tests.fuzz_requests import DEEP, DEEP_CALL, OPTIONS, encode, raw_requests, requests
 from tests.tiny_models import model_folder
 
-SECONDS = 15  # of trying examples, a test
+SECONDS = 10  # of trying examples, a test
 LEAST = 10  # examples of a test that have to be tried, however slow the machine is
 BOUND = 60  # seconds from the last byte that is sent to the end of an answer: a machine under load needs its time
 WINDOW = 640
