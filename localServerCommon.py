@@ -302,17 +302,18 @@ class JsonHandler:
             self.log_line("the client left")
         except Exception as fault:
             refused = fault if isinstance(fault, Refused) else self.refusal(fault)
+            what = "broken off" if self.status else "refused"
             if self.status:
                 self.end_stream(f"data: {strict_json(error_body(refused))}\n\n")
             else:
                 self.send_refused(refused)
             # The message may quote the request, and the log never does.
-            self.log_line(f"refused: {refused.code or refused.param or 'error'}", refused.status)
+            self.log_line(f"{what}: {refused.code or refused.param or 'error'}")
 
-    def log_line(self, what: str, status: int = 0) -> None:
+    def log_line(self, what: str) -> None:
         """The one line a request leaves in the log as it ends: path, status, seconds, and `what` came of it."""
         path = self.path.partition("?")[0]
-        logging.info("%s %d %.2fs %s", path, status or self.status, time.monotonic() - self.begun, what)
+        logging.info("%s %d %.2fs %s", path, self.status, time.monotonic() - self.begun, what)
 
     def log_request(self, code="-", size="-") -> None:
         """One line a request is written as it ends; this one would be a second."""
