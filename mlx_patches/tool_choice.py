@@ -115,7 +115,7 @@ def _read_choice(choice: Any) -> tuple[str, list[str] | None]:
 def _arguments(function: dict, at: int) -> Prepared:
     """The schema of a function's arguments: any object, where a grammar cannot hold to its own."""
     param = f"tools[{at}].function.parameters"
-    schema = {"type": "object", **(function.get("parameters") or {})}
+    schema = {**(function.get("parameters") or {}), "type": "object"}
     try:
         return prepare(schema, param=param, strict=bool(function.get("strict")))
     except Refused as refused:

@@ -182,13 +182,14 @@ class _Writer:
     def _tagged(self, schema: dict, path: str) -> str:
         """A value and the tag after it."""
         schema, end = self._resolved(schema), self.literal(self.form.end)
-        if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-            choices = [json.dumps(text, ensure_ascii=False) for text in texts if text]
-            return f"({' | '.join(choices)}) {end}" if choices else end
         choices = []
         for member in self._members(schema):
+            if "const" in member or "enum" in member:
+                values = [member["const"]] if "const" in member else member["enum"]
+                texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+                constants = [json.dumps(text, ensure_ascii=False) for text in texts if text]
+                choices.append(f"({' | '.join(constants)}) {end}" if constants else end)
+                continue
             if "string" in (types := _types(member)):
                 choices.append(self._raw(member, path))
             if rest := [each for each in types if each != "string"]:
@@ -227,12 +228,13 @@ class _Writer:
 
     def _gemma(self, schema: dict, path: str) -> str:
         """A rule for a value as Gemma writes it: bare keys, strings between quotes of its own."""
-        if isinstance(reference := schema.get("$ref"), str):
-            if reference not in self._named:
+        if isinstance(schema.get("$ref"), str):
+            written = json.dumps(schema, sort_keys=True)  # what stands beside a reference holds too
+            if written not in self._named:
                 self._count += 1
-                name = self._named[reference] = f"ref_{self._count}"
+                name = self._named[written] = f"ref_{self._count}"
                 self.rules.append(f"{name}: {self._gemma(self._resolved(schema), path)}")
-            return self._named[reference]
+            return self._named[written]
         if "const" in schema or "enum" in schema:
             values = [schema["const"]] if "const" in schema else schema["enum"]
             return self._rule(" | ".join(self._gemma_constant(value) for value in values))
@@ -318,16 +320,17 @@ class _Writer:
             schema = {**target, **{name: value for name, value in schema.items() if name != "$ref"}}
         return schema
 
-    def _members(self, schema: dict) -> Iterator[dict]:
-        """The schemas of which a value fits one: those of a union, or `schema` itself."""
+    def _members(self, schema: dict, seen: tuple = ()) -> Iterator[dict]:
+        """The schemas of which a value fits one: those of a union, or `schema` itself. `seen`: references followed."""
         union = schema.get("anyOf") or schema.get("oneOf")
         if not union:
             yield schema
             return
         beside = {name: value for name, value in schema.items() if name not in ("anyOf", "oneOf")}
         for member in union:
-            if member is not False:
-                yield from self._members({**beside, **self._resolved(_schema_of(member))})
+            if member is not False and (reference := _schema_of(member).get("$ref")) not in seen:
+                followed = seen if reference is None else (*seen, reference)
+                yield from self._members({**beside, **self._resolved(_schema_of(member))}, followed)
 
     def _note(self, schema: dict, path: str, held: set[str]) -> None:
         """List the keywords of an object or array that its rule does not hold to."""

@@ -153,6 +153,41 @@ def test_one_tool_that_no_grammar_holds_takes_no_other_down(script):
     assert "pattern" in refused.error["message"]
 
 
+WORD = {"type": "string", "enum": ["x", "y"]}
+UNIONS = {
+    "enum": {"anyOf": [WORD, {"type": "null"}]},
+    "untyped": {"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}]},
+    "loop": {"$ref": "#/$defs/loop"},
+    "beside": {"anyOf": [{"$ref": "#/$defs/long", "maxLength": 1}]},
+}
+DEFINITIONS = {"loop": {"anyOf": [WORD, {"$ref": "#/$defs/loop"}]}, "long": {"type": "string", "maxLength": 9}}
+
+
+@pytest.mark.parametrize("union", UNIONS)
+@pytest.mark.parametrize("tools", ["qwen3_coder", "gemma4"])
+def test_members_of_unions_are_held(serve, tiny, tools, union):
+    value = {"qwen3_coder": "<parameter=a>\nzebra\n</parameter>\n", "gemma4": '{a:<|"|>zebra<|"|>}'}[tools]
+    head, tail = {
+        "qwen3_coder": ("<tool_call>\n<function=f>\n", "</function>\n</tool_call>"),
+        "gemma4": ("<|tool_call>call:f", "<tool_call|>"),
+    }[tools]
+    properties = {"a": UNIONS[union], "b": {"$ref": "#/$defs/long"}}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {**schema, "$defs": DEFINITIONS}}}
+    reply = both(serve(tiny("scripted", tools=tools)), head + value + tail, tools=[tool], max_tokens=60)
+    for call in reply.tool_calls if reply.finish_reason == "tool_calls" else []:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), tool["function"]["parameters"])
+    assert reply.status == 200 and "zebra" not in str(reply.tool_calls)
+
+
+def test_arguments_are_an_object_whatever_the_schema_says(serve, tiny):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": ["object", "null"]}}}
+    reply = both(serve(tiny("scripted", tools="mistral")), "[TOOL_CALLS]f[ARGS]null", tools=[tool], max_tokens=60)
+    assert all(isinstance(json.loads(c["function"]["arguments"]), dict) for c in reply.tool_calls) or (
+        reply.finish_reason == "length"
+    )
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_schema_and_tools_the_model_chooses_by_how_it_starts(script, path):
     body = {"tools": TOOLS, "max_tokens": 300, **FORM, **PATHS[path]}
