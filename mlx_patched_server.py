@@ -144,7 +144,7 @@ class Handler(KeepsAlive, ChecksCallers, JsonHandler, server.APIHandler):
         head = Head(name, values["model"], int(time.time()), self.system_fingerprint)
         encoder = encoder_class(head, include_usage=args.ask.include_usage, logprobs=args.logprobs)
         events = while_connected(self.connection, self.response_generator.events(request, args))
-        headers = warning_header(args.ask.grammar)
+        headers = functools.partial(warning_header, args.ask)
         try:
             end = (self.stream_reply if values["stream"] else self.send_reply)(encoder, events, headers)
         finally:
@@ -153,7 +153,7 @@ class Handler(KeepsAlive, ChecksCallers, JsonHandler, server.APIHandler):
 
     def send_reply(self, encoder, events, headers):
         seen = [event for event in events if event is not None]
-        self.send_json(200, encoder.body(seen), headers)
+        self.send_json(200, encoder.body(seen), headers())
         return seen[-1]
 
     def log_reply(self, end: Finished):

@@ -12,8 +12,8 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")  # a model's text as Python
 
@@ -26,8 +26,13 @@ WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python has them
 YES, NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_text(value: Any) -> str:
+    """A value where the format has no types: a string as it is, anything else as JSON."""
+    return value if isinstance(value, str) else quoted(value)
 
 
 def is_number(text: str) -> bool:
@@ -198,34 +203,45 @@ ALIASES = {"int": "integer", "float": "number", "bool": "boolean", "dict": "obje
 
 
 def types(schema: Any, root: Any) -> list[str]:
-    """The type names that a value may have, in the schema's order; none where it does not say."""
+    """The type names that a value may have; none where the schema does not say."""
+    found, constants = _allowed(schema, root)
+    return list(dict.fromkeys([*found, *map(_type_of, constants.values())]))
+
+
+def _allowed(schema: Any, root: Any) -> tuple[list[str], dict[str, Any]]:
+    """(the type names in the schema's order, but for those of constants; the constants by their text)."""
     found: list[str] = []
+    constants: dict[str, Any] = {}
     todo, budget = [schema], 200  # schemas may refer to themselves
     while todo and budget:
         part, budget = todo.pop(0), budget - 1
         if not isinstance(part, dict):
             continue
-        named = part.get("type")
-        found += [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+        if values := [part["const"]] if "const" in part else _as_list(part.get("enum")):
+            constants = {as_text(value): value for value in values} | constants
+        else:
+            named = part.get("type")
+            found += [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
         if part.get("nullable") is True:
             found.append("null")
-        if named is None:
-            constants = [part["const"]] if "const" in part else part.get("enum")
-            found += map(_type_of, constants if isinstance(constants, list) else ())
         members = [m for name in ("anyOf", "oneOf", "allOf") for m in _as_list(part.get(name))]
-        todo = [*members, *_referred(part.get("$ref"), root), *todo]
-    return [ALIASES.get(name.lower(), name.lower()) for name in dict.fromkeys(found)]
+        todo = [*members, referred(part.get("$ref"), root), *todo]
+    return [ALIASES.get(name.lower(), name.lower()) for name in dict.fromkeys(found)], constants
 
 
 def _as_list(value: Any) -> list:
     return value if isinstance(value, list) else []
 
 
-def _referred(reference: Any, root: Any) -> Iterator[Any]:
-    if isinstance(reference, str) and reference.startswith("#"):
-        for step in reference[1:].split("/")[1:]:
-            root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-        yield root
+def referred(reference: Any, root: Any) -> Any:
+    """The part of `root` that a `$ref` points at, None where there is none."""
+    if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
+        return None
+    for step in reference.split("/")[1:]:
+        inside = {str(at): each for at, each in enumerate(root)} if isinstance(root, list) else root
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        root = inside.get(step) if isinstance(inside, dict) else None
+    return root
 
 
 def _type_of(value: Any) -> str:
@@ -238,7 +254,13 @@ def by_schema(text: str, schema: Any, root: Any, *, untyped: str = "[{") -> str:
 
     `untyped`: the letters that a value may begin with to be read as JSON where the schema says nothing.
     """
-    allowed, bare = types(schema, root), text.strip()
+    allowed, constants = _allowed(schema, root)
+    bare = text.strip()
+    for written in (text, bare):
+        if written in constants:
+            return quoted(constants[written])
+    others = [*map(_type_of, constants.values())]
+    allowed = allowed or others
     if not allowed:
         found = whole_value(text) if bare[:1] and bare[0] in untyped else None
         return found if found is not None and (found[0] != '"' or bare[0] == '"') else quoted(text)
@@ -246,7 +268,7 @@ def by_schema(text: str, schema: Any, root: Any, *, untyped: str = "[{") -> str:
         return "null"
     if "string" in allowed:
         return quoted(text)
-    for name in allowed:
+    for name in (*allowed, *others):
         if name in READERS and (found := READERS[name](bare)) is not None:
             return found
     return quoted(text)
@@ -259,10 +281,17 @@ def declared(tools: Any) -> dict[str, Any]:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
-            found[function["name"]] = parameters if isinstance(parameters, dict) else {}
+            parameters = parameters if isinstance(parameters, dict) else {}
+            target = referred(parameters.get("$ref"), parameters)
+            found[function["name"]] = {**target, **parameters} if isinstance(target, dict) else parameters
     return found
 
 
 def properties(schema: Any) -> dict[str, Any]:
     found = schema.get("properties") if isinstance(schema, dict) else None
     return found if isinstance(found, dict) else {}
+
+
+def property_schema(schema: Any, name: str) -> Any:
+    others = schema.get("additionalProperties") if isinstance(schema, dict) else {}
+    return properties(schema).get(name, others)

@@ -117,6 +117,9 @@ class CallReader:
         """What the grammar has before a block that begins."""
         return ()
 
+    def name_row(self, state: State, width: int) -> None:
+        """No mask: a name stands in the block."""
+
     def said_after_marker(self, state: State) -> str:
         """What the newest token says beyond the opening marker that it completes."""
         return state.call.body if state.call is not None else ""

@@ -19,9 +19,11 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+
 from mlx_patches.call_reader import CALL, Arguments, Closed, Dropped, Opened
 from mlx_patches.chat_messages import text_of
-from mlx_patches.harmony_headers import ANALYSIS, FINAL, TOOL, Words, body_kind, read_words
+from mlx_patches.harmony_headers import ANALYSIS, FINAL, TOOL, Names, Tokens, Words, body_kind, read_words
 from mlx_patches.reply_format import ANSWER, HEADER, MARKER, REASONING, START, Part, Parts, decode
 
 REQUIRED = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
@@ -68,6 +70,7 @@ class HarmonyFormat:
         self.token_bytes = token_bytes
         self.ids = {name: vocabulary[name] for name in (*REQUIRED, "<|constrain|>", "<|return|>") if name in vocabulary}
         self.names = {token: name for name, token in self.ids.items()}
+        self.tokens = Tokens(vocabulary)
 
         self._tokenizer = tokenizer
         tokens = self._headers
@@ -102,14 +105,16 @@ class HarmonyFormat:
         tools: list | None = None,
         held: Iterable[str] = (),
         answers: bool = True,
+        calls: bool = True,
     ) -> HarmonySplitter:
         """The reading of a reply to `prompt`. `exact`: it is held to a grammar; `tools`: the request's.
 
-        `held`: the tools whose calls a grammar holds; `answers`: a reply that is exact may also be an answer.
+        `held`: the tools whose calls a grammar holds; `answers`: a reply that is exact may also be an answer;
+        `calls`: a message to a tool is a call, else content.
         """
         names = frozenset(tool["function"]["name"] for tool in tools or ())
         leads = {name: tuple(self._encode(f"{name}\n")) for name in held}
-        splitter = HarmonySplitter(self, HarmonyState(START), exact, names, leads, answers)
+        splitter = HarmonySplitter(self, HarmonyState(START), exact, names, leads, answers, calls)
         start = self.ids["<|start|>"]
         at = next((n for n in range(len(prompt) - 1, -1, -1) if prompt[n] == start), None)
         if at is None:
@@ -141,12 +146,14 @@ class HarmonySplitter:
         tools: frozenset[str],
         leads: dict[str, tuple[int, ...]],
         answers: bool,
+        calls: bool,
     ):
         self._form, self.first, self.exact, self._tools = form, first, exact, tools
         self.opening, self.closing = (), (form.ids["<|end|>"],)
         self.leads = leads
-        self._answers = answers
+        self._answers, self._called = answers, calls
         self._calls = form.calls(leads) if exact else []
+        self._names = Names(form.tokens, leads, tools) if leads and not exact else None
 
     def units(self, text: str) -> int:
         return 1
@@ -232,8 +239,8 @@ class HarmonySplitter:
     def _open(self, state: HarmonyState, words: Words) -> tuple[HarmonyState, Parts]:
         recipient = recipient_of(state, words)
         kind = body_kind(words.channel, recipient)
-        if kind != TOOL:
-            return HarmonyState(kind), []
+        if kind != TOOL or not self._called:
+            return HarmonyState(ANSWER if kind == TOOL else kind), []
         name = (recipient or "").removeprefix("functions.")
         return HarmonyState(kind, recipient=recipient), [Part(CALL, "", 0, (Opened(None, name, name in self._tools),))]
 
@@ -247,8 +254,9 @@ class HarmonySplitter:
         text = self._text(state.held)[0]
         marks_words = name in ("<|message|>", "<|constrain|>") and words.fits
         if state.after in ("", "<|end|>"):
-            # No marker came before: what a marker follows may be a header, anything else is text.
-            is_header = words.fits and (name == "<|channel|>" or marks_words)
+            # No marker came before: what a marker follows, or has a recipient, may be a header, anything else is text.
+            named = words.recipient is not None and not text[words.used :].strip()
+            is_header = words.fits and (name == "<|channel|>" or marks_words or named)
             left, called = not is_header and bool(text if state.after == "" else text.strip()), False
         else:
             left = not marks_words and bool(text[words.used :].strip())
@@ -296,7 +304,14 @@ class HarmonySplitter:
         return tuple(self._form._encode("\n")) if state.phase == ANSWER and self.leads else ()
 
     def said_after_marker(self, state: HarmonyState) -> str:
-        return ""  # a marker is a token of its own
+        """What of a body came with its header: nothing after a marker, text after a header that had none."""
+        return "" if state.said is None else state.said[1]
+
+    def name_row(self, state: HarmonyState, width: int) -> mx.array | None:
+        """A mask, shape (width,), where a header names who is called; None elsewhere, and where no call is held."""
+        if self._names is None or state.phase != HEADER:
+            return None
+        return self._names.row(self._text(state.held)[0], state.after, self.words(state, whole=True), width)
 
     def closing_tokens(self, state: HarmonyState) -> frozenset[int]:
         """The tokens by which thinking that is cut comes to its end and the answer begins; none where all is free."""

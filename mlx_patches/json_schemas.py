@@ -11,7 +11,7 @@ every loop here are iterative and bounded: a schema of any size or depth ends in
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,6 +37,7 @@ MAX_SCHEMAS = 5_000  # llguidance recurses once a schema
 MAX_PATTERN_PROPERTIES = 100  # compared pairwise: 300 take 2.2 s
 MAX_CACHED_TEXT = 100_000
 MAX_TRIALS = 40  # compilations to find what may stay
+MAX_PASSES = 50  # over all schemas, to see which have a value that ends
 MAX_LOCATED = 300  # schemas that are searched for a fault
 
 CHILDREN = (*NAMED, "additionalProperties", "items", "prefixItems", "additionalItems", "anyOf", "oneOf", "allOf")
@@ -121,6 +122,8 @@ def _prepare(text: str) -> Prepared:
         else:
             multiple = common
         open_names = open_names or has_open_names(schema)
+    if '"$ref"' in text and (endless := _endless(root)) is not None:
+        raise _Fault(f"{_dots(*endless) or 'the schema'}: no finite value fits it, for its references lead back to it")
     # "Any other name" includes the declared ones spelled with \u in llguidance: {"\u0061": …} beside a declared "a".
     escapes = {"json_allowed_escapes": '"\\bfnrt'} if open_names else {"json_allow_general_unicode_escapes": True}
     root["x-guidance"] = {"whitespace_pattern": WHITE_SPACE, **escapes}
@@ -146,8 +149,10 @@ def _reachable(root: dict) -> Iterator[tuple[Path, dict]]:
             seen.add(id(schema))
             yield path, schema
             for key in CHILDREN:
-                todo.extend(((*path, *name), child) for name, child in _children(key, schema.get(key)))
-            todo.extend(_targets(root, schema.get("$ref")))
+                if key in schema:
+                    todo.extend(((*path, *name), child) for name, child in _children(key, schema[key]))
+            if "$ref" in schema:
+                todo.extend(_targets(root, schema["$ref"]))
 
 
 def _children(key: str, value: Any) -> Iterator[tuple[Path, dict]]:
@@ -181,6 +186,45 @@ def _at(root: Any, path: Path) -> Any:
         else:
             root = root.get(part) if isinstance(root, dict) else None
     return root
+
+
+def _endless(root: dict) -> Path | None:
+    """The path of a schema that no finite value fits, the innermost; None where there is none, or too many passes.
+
+    The least fixed point of `_may_end`. llguidance compiles such schemas and finds no token where it comes to one.
+    """
+    schemas = list(_reachable(root))
+    ending: set[int] = set()
+
+    def ends(schema: Any) -> bool:
+        return not isinstance(schema, dict) or id(schema) in ending
+
+    for _ in range(MAX_PASSES):
+        before = len(ending)
+        for _, schema in reversed(schemas):
+            if not ends(schema) and _may_end(root, schema, ends):
+                ending.add(id(schema))
+        if len(ending) == before:
+            return next((path for path, schema in reversed(schemas) if not ends(schema)), None)
+    return None
+
+
+def _may_end(root: dict, schema: dict, ends: Callable[[Any], bool]) -> bool:
+    """Whether a finite value may fit `schema`, as far as is known of the schemas in it (`ends`)."""
+    any_of, one_of, all_of, required, first, types = (
+        value if isinstance(value := schema.get(key), list) else []
+        for key in ("anyOf", "oneOf", "allOf", "required", "prefixItems", "type")
+    )
+    targets = [target for _, target in _targets(root, schema.get("$ref"))]
+    if not all(map(ends, all_of)) or not all(any(map(ends, union)) for union in (targets, any_of, one_of) if union):
+        return False
+    types = types or [schema.get("type")]
+    if any(kind not in ("object", "array") for kind in types):
+        return True
+    known = dict(_children("properties", schema.get("properties")))
+    if "object" in types and all(ends(known.get(("properties", str(name)))) for name in required):
+        return True
+    return "array" in types and (not schema.get("minItems") or ends((first or [schema.get("items")])[0]))
 
 
 def _dots(*path) -> str:

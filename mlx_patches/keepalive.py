@@ -32,14 +32,14 @@ class KeepsAlive:
     """Mixin for the handler: writes a stream of events."""
 
     def stream_reply(self, encoder, events, headers):
-        """Write `events` as `encoder` spells them; the last one is returned."""
+        """Write `events` as `encoder` spells them, after `headers()`; the last one is returned."""
         interval, written = self.flags.keepalive_seconds, time.monotonic()
         for event in events:
             silent = event is None and interval and time.monotonic() - written >= interval
             if event is None and not silent:
                 continue
             if not self.status:
-                self.start_stream(headers)
+                self.start_stream(headers())
                 self.send_frames(encoder.opening())
             if silent:
                 self.send_text(": keepalive\n\n")

@@ -186,13 +186,16 @@ class ReplyReader:
             if part.kind == REASONING and part.text:
                 yield Reasoning(part.text)
             elif part.kind == ANSWER:
-                yield from self._content(part.text)
+                yield from self._content(part.text, scan=Dropped(cut=True) not in part.steps)
                 if self._stopped:
                     return
 
-    def _content(self, text: str) -> Iterator[Content]:
-        if self._stops is not None:
+    def _content(self, text: str, scan: bool) -> Iterator[Content]:
+        """`scan`: for stop strings, which a call that was cut is not looked through for."""
+        if self._stops is not None and scan:
             text, self._held, self._stopped = self._stops.cut(self._held, text)
+        else:
+            text, self._held = self._held + text, ""
         # A token that holds any of a stop string is never listed.
         sent = self._said - len(self._held)
         if self._stopped:

@@ -91,7 +91,8 @@ NO_LIMITS = Limits(0, 0, 0)
 class Ask:
     """What a request asks for beyond mlx_lm's arguments. Picklable: it is shared between ranks with the request.
 
-    `calls` holds a block of calls in free text; `calls_in_grammar`: `grammar` has calls in it, as `tools` wants them.
+    `calls_in_grammar`: `grammar` has calls in it, as `tools` wants them; `free`: what else of `tools` is not enforced.
+    `no_calls`: none may come out, whatever the model writes.
     """
 
     stream: bool = False
@@ -100,8 +101,9 @@ class Ask:
     include_usage: bool = False
     limits: Limits = NO_LIMITS
     tools: ToolRules | None = None
-    calls: Grammar | None = None
     calls_in_grammar: bool = False
+    free: tuple[str, ...] = ()
+    no_calls: bool = False
 
 
 def check_values(body: dict) -> None:
@@ -279,6 +281,7 @@ def read_request(body: dict, chat: bool, flags: Any) -> tuple[server.CompletionR
     logprobs, top_logprobs = read_logprobs(body, chat)
     if chat:
         tools, ask.tools = read_tools(body)
+        ask.no_calls = body.get("tool_choice") == "none"
         request = server.CompletionRequest("chat", "", read_messages(body), tools, values["role_mapping"])
         inline_images(request.messages, flags)
     else:

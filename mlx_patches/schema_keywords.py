@@ -25,6 +25,10 @@ Faults = Iterator[tuple[Path, str]]
 LIMITS = LLParserLimits(
     max_grammar_size=12_000, initial_lexer_fuel=100_000, max_items_in_row=12_000, verbose_errors=False
 )
+# Of a set of tools, each of which is within the limits: 139 of six parameters have 14,000 symbols and take 80 ms.
+TOOL_LIMITS = LLParserLimits(
+    max_grammar_size=60_000, initial_lexer_fuel=500_000, max_items_in_row=12_000, verbose_errors=False
+)
 MAX_MULTIPLE = 5_000  # 3,600: 4 ms; 100,003: 0.3 s; 10,000,019: four minutes
 MAX_PATTERN = 20_000
 EXACT = 2**53  # beyond it a double, which is what llguidance reckons with, skips integers
@@ -231,6 +235,45 @@ def _held_pattern(pattern: str) -> tuple[str | None, str]:
     held = CLASS.sub(spell, pattern)
     error = _error_alone("pattern", held)
     return (None, short(error)) if error else (held, "")
+
+
+# Patterns where a string stands without quotes: a terminal of Lark is a whole text, and has no anchors
+
+PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}  # as in JSON
+FORMAT = re.compile(r"\(And \(Regex /(.*)/\) \(Regex /\(\?s:\.\{0,0\}\)/\)\)")
+
+
+def whole_texts(pattern: str) -> str:
+    """A regular expression for the whole texts in which `pattern` is found; an anchor inside a group stays."""
+    ways: list[list[str]] = [[]]
+    depth = 0
+    for piece in PIECE.findall(pattern):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and not depth:
+            ways.append([])
+        else:
+            ways[-1].append(piece)
+    for way in ways:
+        way[:1] = ["("] if way[:1] == ["^"] else ["(?s:.*)(", *way[:1]]
+        way[-1:] = [")"] if way[-1] == "$" else [*way[-1:], ")(?s:.*)"]
+    spelled = lambda part: ASCII.get(part[0]) or (part[0] if part[0][0] == "\\" else rf"\x{{{ord(part[0]):x}}}")  # noqa: E731
+    return re.sub(r"(?s)\\.|/|[^ -~]", spelled, "|".join(map("".join, ways)))
+
+
+@lru_cache(maxsize=64)
+def texts_of_format(name: str) -> str:
+    """llguidance's regular expression for a `format`, which it says where none of its texts fits; "" if it does not."""
+    found = FORMAT.search(error_of({"type": "string", "format": name, "maxLength": 0}))
+    return whole_texts(f"^({found[1]})$") if found else ""
+
+
+@lru_cache(maxsize=1024)
+def fits_some(*terms: str) -> bool:
+    """Whether a text fits all these regular expressions, and Lark takes them: it does not say that none fits."""
+    lark = LLMatcher.grammar_from_lark(f"start: T\nT: {' & '.join(f'/{term}/' for term in terms)}")
+    texts = {"type": "string", "allOf": [{"pattern": f"^({term})$"} for term in terms]}
+    return "" not in terms and not LLMatcher.validate_grammar(lark, limits=LIMITS) and not error_of(texts)
 
 
 # llguidance's verdict

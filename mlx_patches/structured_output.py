@@ -20,7 +20,7 @@ import logging
 import re
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerFast
 
 from localServerCommon import Refused
 from mlx_patches.json_schemas import prepare
-from mlx_patches.schema_keywords import LIMITS, on_a_deep_stack, short
+from mlx_patches.schema_keywords import LIMITS, TOOL_LIMITS, on_a_deep_stack, short
 
 MAX_TEXT = 200_000
 MAX_WARNING = 4000  # characters of a header
@@ -174,6 +174,39 @@ READERS: dict[str, Callable[[Any, str], Grammar]] = {
 }
 
 
+class Kept(OrderedDict[Hashable, Future]):
+    """The outcomes last asked for, by what they were made of. Each is made once; others wait, and a fault goes."""
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self._capacity = capacity
+        self._lock = Lock()
+
+    def of(self, key: Hashable, make: Callable[[], Any], run: Callable = lambda work: work()) -> Future:
+        """The outcome of `make()` for `key`: the first who asks has `run` do the work."""
+        with self._lock:
+            kept = self.get(key)
+            self[key] = outcome = kept or Future()
+            self.move_to_end(key)
+            if len(self) > self._capacity:
+                self.popitem(last=False)
+        if kept is None:
+            run(lambda: self._fulfil(key, outcome, make))
+        return outcome
+
+    def _fulfil(self, key: Hashable, outcome: Future, make: Callable[[], Any]) -> None:
+        try:
+            outcome.set_result(make())
+        except BaseException as fault:
+            self.forget(key, outcome)
+            outcome.set_exception(fault)
+
+    def forget(self, key: Hashable, outcome: Future) -> None:
+        with self._lock:
+            if self.get(key) is outcome:
+                del self[key]
+
+
 class GrammarCompiler:
     """Matchers over one model's vocabulary, from any thread. The `capacity` grammars last used stay compiled.
 
@@ -183,49 +216,29 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: LLTokenizer, capacity: int = 128):
         self._tokenizer = tokenizer
-        self._capacity = capacity
-        self._kept: OrderedDict[Grammar, Future] = OrderedDict()
-        self._lock = Lock()
+        self._kept = Kept(capacity)
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """A matcher at its start, the caller's own. Raises Refused (400) when nothing can be held to `grammar`.
 
         The first caller compiles, in its own thread and without the GIL; others with the same grammar wait for it.
         """
-        with self._lock:
-            kept = self._kept.get(grammar)
-            compiled = kept or Future()
-            self._keep(grammar, compiled)
-        if kept is None:
-            self._fulfil(compiled, grammar)
+        compiled = self._kept.of(grammar, lambda: self.check(grammar))
         pristine, first = compiled.result()
         if not pristine.deep_copy().consume_tokens(first):
             logging.warning("%s: its lexer had run into a limit; compiled anew", grammar.param)
-            compiled = Future()
-            with self._lock:
-                self._keep(grammar, compiled)
-            self._fulfil(compiled, grammar)
-            pristine, _ = compiled.result()
+            self._kept.forget(grammar, compiled)
+            pristine, _ = self._kept.of(grammar, lambda: self.check(grammar)).result()
         return pristine.deep_copy()
 
-    def _keep(self, grammar: Grammar, compiled: Future) -> None:
-        self._kept[grammar] = compiled
-        self._kept.move_to_end(grammar)
-        if len(self._kept) > self._capacity:
-            self._kept.popitem(last=False)
-
-    def _fulfil(self, compiled: Future, grammar: Grammar) -> None:
-        try:
-            compiled.set_result(on_a_deep_stack(len(grammar.source), lambda: self._compile(grammar)))
-        except BaseException as fault:
-            compiled.set_exception(fault)
-            with self._lock:
-                if self._kept.get(grammar) is compiled:
-                    del self._kept[grammar]
+    def check(self, grammar: Grammar) -> tuple[LLMatcher, list[int]]:
+        """Compile `grammar`, and keep nothing. Raises Refused (400) as `matcher` does."""
+        return on_a_deep_stack(len(grammar.source), lambda: self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> tuple[LLMatcher, list[int]]:
         """(a pristine matcher, [a token that may come first] or [] where the reply can only end)."""
-        matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=LIMITS)
+        limits = LIMITS if grammar.kind in READERS else TOOL_LIMITS  # a schema has been held to LIMITS by `prepare`
+        matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=limits)
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         for warning in matcher.get_grammar_warnings():
             logging.warning("%s: %s", grammar.param, warning)
@@ -331,12 +344,13 @@ def _spelling(plain: Any) -> Callable[[list[int]], bytes]:
     raise ValueError(f"{type(plain).__name__} does not tell the bytes of its tokens")
 
 
-def warning_header(grammar: Grammar | None) -> dict[str, str]:
-    """The HTTP header that names what a reply is not held to; nothing where all of the grammar is enforced."""
-    if grammar is None or not grammar.not_enforced:
+def warning_header(ask: Any) -> dict[str, str]:
+    """The HTTP header that names what a reply to `ask` is not held to; nothing where all that is asked is enforced."""
+    not_enforced = (*(ask.grammar.not_enforced if ask.grammar is not None else ()), *ask.free)
+    if not not_enforced:
         return {}
     # Percent-encoded where a quoted string cannot hold it, as a URL would be.
-    names = [quote(name, safe=" !#$&'()*+,/:;<=>?@[]^`{|}~") for name in grammar.not_enforced]
+    names = [quote(name, safe=" !#$&'()*+,/:;<=>?@[]^`{|}~") for name in not_enforced]
     shown = names[: max(1, bisect_right(list(accumulate(len(name) + 2 for name in names)), MAX_WARNING))]
     more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return {"Warning": f'199 - "not enforced: {", ".join(shown)[:MAX_WARNING]}{more}"'}

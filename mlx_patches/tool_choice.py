@@ -10,6 +10,9 @@ What a request says becomes ToolRules, which travel with it. With the loaded mod
 for the whole reply, where calls are required or a schema stands beside the tools, or one for a single block of calls,
 which the watcher enters at the opening marker and leaves at its end. A format without a row in tool_grammars.FORMATS
 is left free, and a request that would force it is refused.
+
+What always holds: a tool that no grammar holds takes no other down. And calls in free text never keep its first token
+waiting: their grammar is made in a thread beside, which gives way to the others, and is waited for where a call begins.
 """
 
 from __future__ import annotations
@@ -17,27 +20,55 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from localServerCommon import Refused
-from mlx_patches.json_schemas import Prepared, prepare
+from mlx_patches.json_schemas import Dropped, Prepared, prepare
 from mlx_patches.reply_format import ANSWER, REASONING, Part, Parts, TokenSplitter, TokenState
-from mlx_patches.structured_output import Grammar
+from mlx_patches.structured_output import Grammar, Kept
 from mlx_patches.tool_grammars import FORMATS, Calls, Tool, call_rules, literal
 
-ANY_OBJECT = Prepared('{"type":"object"}')
+ANY_OBJECT = Prepared('{"type":"object"}', (Dropped("parameters", "parameters", "no grammar holds them"),))
+PAUSE = 0.0001  # seconds between two tools, in which another thread gets the interpreter
+WAIT = 5.0  # seconds that a call waits for its grammar; its batch waits with it
 NAME = re.compile(r"[\w.:/@-]{1,128}", re.ASCII)
 LINE = r'"\n"'
 BREAK = r"(/\n{1,2}/)?"  # between thinking, calls, and calls
+
+
+class Declared(NamedTuple):
+    """A tool that may be called, `at` in the request's `tools`. `text`: its parameters' schema, as JSON."""
+
+    name: str
+    text: str
+    at: int
+    strict: bool = False
+
+    @property
+    def param(self) -> str:
+        return f"tools[{self.at}].function.parameters"
+
+    def prepared(self) -> Tool:
+        """Ready for a grammar. Raises Refused (400) where it is strict and its schema cannot be held."""
+        try:
+            return Tool(self.name, prepare(json.loads(self.text), param=self.param, strict=self.strict))
+        except Refused as refused:
+            if self.strict:
+                raise
+            logging.warning("%s; the arguments of %s may be any object", refused.message, self.name)
+            return Tool(self.name, ANY_OBJECT)
 
 
 @dataclass(frozen=True)
 class ToolRules:
     """`required`: nothing but calls may come; `several`: more than one. `forced`: the field that says so."""
 
-    tools: tuple[Tool, ...]
+    tools: tuple[Declared, ...]
     required: bool = False
     several: bool = True
     forced: str = "tool_choice"
@@ -62,12 +93,13 @@ def read_tools(body: dict) -> tuple[list[dict] | None, ToolRules | None]:
         return None, None
     chosen = [name for name in declared if names is None or name in names]
     positions = {tool["function"]["name"]: at for at, tool in enumerate(shown)}
-    tools = tuple(Tool(name, _arguments(declared[name], positions[name])) for name in chosen)
+    tools = tuple(_declared(declared[name], positions[name]) for name in chosen)
     one = parallel is False or (mode == "required" and isinstance(choice, dict) and choice.get("type") == "function")
     return shown, ToolRules(tools, mode == "required", not one)
 
 
 def _read_functions(tools: list) -> list[dict]:
+    names = set()
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
@@ -76,6 +108,9 @@ def _read_functions(tools: list) -> list[dict]:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             what = "a name of letters, digits, and . _ : / @ -"
             raise Refused(f"tools[{at}].function.name must be {what}", param=f"tools[{at}].function.name")
+        if name in names:
+            raise Refused(f"tools[{at}].function.name: {name} is declared twice", param=f"tools[{at}].function.name")
+        names.add(name)
         if not isinstance(schema, dict | None):
             raise Refused(
                 f"tools[{at}].function.parameters must be an object", param=f"tools[{at}].function.parameters"
@@ -112,17 +147,20 @@ def _read_choice(choice: Any) -> tuple[str, list[str] | None]:
     raise wrong
 
 
-def _arguments(function: dict, at: int) -> Prepared:
-    """The schema of a function's arguments: any object, where a grammar cannot hold to its own."""
-    param = f"tools[{at}].function.parameters"
+def _declared(function: dict, at: int) -> Declared:
     schema = {**(function.get("parameters") or {}), "type": "object"}
     try:
-        return prepare(schema, param=param, strict=bool(function.get("strict")))
-    except Refused as refused:
-        if function.get("strict"):
-            raise
-        logging.warning("%s; its arguments may be any object", refused.message)
-        return replace(ANY_OBJECT, dropped=())
+        declared = Declared(function["name"], _as_json(schema), at, bool(function.get("strict")))
+    except RecursionError:
+        param = f"tools[{at}].function.parameters"
+        raise Refused(f"{param}: nested too deeply", param=param, code="invalid_json_schema") from None
+    if declared.strict:
+        declared.prepared()
+    return declared
+
+
+_as_json = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
+_beside = ThreadPoolExecutor(2, "tool grammars")
 
 
 class ToolFormat:
@@ -138,12 +176,87 @@ class ToolFormat:
             self.start = self.end = ""
         added = tokenizer._tokenizer.added_tokens_decoder
         self.specials = {token.content: number for number, token in added.items()}
-        # An agent sends the same tools each turn, and 139 of them take 10 ms to write.
-        self.reply, self.block = lru_cache(64)(self._reply), lru_cache(64)(self._block)
+        self._made = Kept(64)  # an agent sends the same tools each turn
 
-    def _reply(self, rules: ToolRules, answer: Grammar | None) -> Grammar:
+    def reply(self, rules: ToolRules, answer: Grammar | None, provider: Any) -> Grammar:
         """What holds the whole reply: calls, or else `answer`. Raises Refused (400)."""
-        calls = self._calls(rules)
+        write = lambda calls: self._reply(calls, rules, answer)  # noqa: E731
+        return self._made.of((rules, answer), lambda: self._make(rules, write, provider)).result()
+
+    def block(self, rules: ToolRules, provider: Any) -> Future[Grammar]:
+        """What holds a block of calls, from after its opening marker to its closing one. Raises Refused (400).
+
+        In the making, unless it has been made or a strict tool must be judged before the reply begins.
+        """
+        now = any(tool.strict for tool in rules.tools)
+        make = lambda: self._make(rules, self._block, provider, patient=not now)  # noqa: E731
+        made = self._made.of(rules, make, (lambda work: work()) if now else _beside.submit)
+        if now:
+            made.result()
+        return made
+
+    def matcher_later(self, rules: ToolRules, provider: Any) -> Callable[[], Any]:
+        """A function that gives the matcher of a block, or None where there is none. It waits, and never raises."""
+        made = self.block(rules, provider)
+
+        def matcher():
+            try:
+                return provider.grammars.matcher(made.result(WAIT))
+            except Exception as fault:
+                logging.warning("calls are held to their names only: %r", fault)
+            try:
+                names_only = [Tool(tool.name, ANY_OBJECT) for tool in rules.tools]
+                return provider.grammars.matcher(self._block(self._calls(rules, names_only)))
+            except Exception:
+                logging.exception("calls are left free")
+
+        return matcher
+
+    def _make(self, rules: ToolRules, write: Callable, provider: Any, patient: bool = False) -> Grammar:
+        """A grammar that is compiled. Tools of which it does not compile may have any object, and the longest where
+        all together are too much. Raises Refused (400) where one of those is strict, or nothing compiles.
+
+        `patient`: other threads go first.
+        """
+        tools, compiler = [], provider.grammars
+        for tool in rules.tools:
+            tools.append(tool.prepared())
+            if patient:
+                time.sleep(PAUSE)
+        alone = True
+        while True:
+            calls = self._calls(rules, tools)
+            for tool in (each for each in rules.tools if each.strict):
+                lost = [line for line in calls.not_enforced if line.startswith(f"{tool.name}: ")]
+                if lost:
+                    message = f"{tool.param}: {lost[0]} cannot be enforced, and strict is true"
+                    raise Refused(message, param=tool.param, code="invalid_json_schema")
+            try:
+                compiler.matcher(grammar := write(calls))
+                break
+            except Refused as refused:
+                held = [at for at, tool in enumerate(tools) if tool.prepared is not ANY_OBJECT]
+                if not held:
+                    raise
+                loose = [at for at in held if not self._compiles(rules, tools[at], compiler)] if alone else []
+                loose = loose or sorted(held, key=lambda at: len(tools[at].prepared.text))[len(held) // 2 :]
+                for at in loose:
+                    tools[at] = Tool(tools[at].name, ANY_OBJECT)
+                names = ", ".join(tools[at].name for at in loose)
+                logging.warning("%s; the arguments of %s may be any object", refused.message, names)
+                alone = False
+        if calls.not_enforced:
+            logging.warning("tools: not enforced: %s", ", ".join(calls.not_enforced))
+        return grammar
+
+    def _compiles(self, rules: ToolRules, tool: Tool, compiler: Any) -> bool:
+        try:
+            compiler.check(self._block(self._calls(rules, [tool])))
+        except Refused:
+            return False
+        return True
+
+    def _reply(self, calls: Calls, rules: ToolRules, answer: Grammar | None) -> Grammar:
         unit = "block" if self.headed else f"{BREAK} {self._literal(self.start)} block {self._literal(self.end)}"
         together = rules.several and self.end
         other = "" if answer is None else f" | {LINE if self.headed else ''} @answer"
@@ -155,15 +268,13 @@ class ToolFormat:
         kind = answer.kind if answer is not None else "tools"
         return Grammar(json.dumps({"grammars": grammars}), answer.param if answer else "tools", kind, left_out)
 
-    def _block(self, rules: ToolRules) -> Grammar:
-        """What holds a block of calls, from after its opening marker to its closing one."""
-        calls = self._calls(rules)
+    def _block(self, calls: Calls) -> Grammar:
         lines = [f"start: block {self._literal(self.end)}", calls.rules]
         grammars = [{"lark_grammar": "\n".join(lines)}]
         return Grammar(json.dumps({"grammars": grammars}), "tools", "tools", calls.not_enforced)
 
-    def _calls(self, rules: ToolRules) -> Calls:
-        return call_rules(self.form, list(rules.tools), self.specials, rules.several)
+    def _calls(self, rules: ToolRules, tools: list[Tool]) -> Calls:
+        return call_rules(self.form, tools, self.specials, rules.several)
 
     def _literal(self, text: str) -> str:
         return literal(text, self.specials) if text else ""
@@ -249,29 +360,29 @@ class ChoosesTools:
         ask, provider = args.ask, self.model_provider
         if ask.tools is not None and provider.model is not None:
             form = tool_format(provider.tokenizer)
-            if form.form is None:
-                if ask.tools.required:
-                    what = "has no tool format" if form.name is None else f"writes {form.name} calls"
-                    message = f"this model's tool format cannot be forced: it {what}"
-                    raise Refused(message, param=ask.tools.forced, code="unsupported_tool_choice")
-                logging.debug("calls are left free: no grammar for the format %s", form.name)
-            else:
+            if form.form is not None:
                 self._hold(form, ask)
+            elif ask.tools.required:
+                what = "has no tool format" if form.name is None else f"writes {form.name} calls"
+                message = f"this model's tool format cannot be forced: it {what}"
+                raise Refused(message, param=ask.tools.forced, code="unsupported_tool_choice")
+            else:
+                what = "this model has none" if form.name is None else f"no grammar for {form.name}"
+                ask.free = (f"tools (tool format: {what})",)
+                logging.warning("not enforced: %s", *ask.free)
         super().prepare(request, args)
 
     def _hold(self, form: ToolFormat, ask: Any) -> None:
-        for rules in (ask.tools, replace(ask.tools, tools=tuple(Tool(t.name, ANY_OBJECT) for t in ask.tools.tools))):
-            try:
-                if rules.required or ask.grammar is not None:
-                    grammar = form.reply(rules, None if rules.required else ask.grammar)
-                    self.model_provider.grammars.matcher(grammar)
-                    ask.grammar, ask.calls_in_grammar = grammar, True
-                else:
-                    grammar = form.block(rules)
-                    self.model_provider.grammars.matcher(grammar)
-                    ask.calls = grammar
-                return
-            except Refused as refused:
-                logging.warning("%s; calls are held to their names only", refused.message)
-                last = refused
-        raise last
+        provider, rules = self.model_provider, ask.tools
+        if rules.required or ask.grammar is not None:
+            answer = None if rules.required else ask.grammar
+            if answer is not None:
+                provider.grammars.matcher(answer)  # what is wrong with it alone is no tool's fault
+            ask.grammar, ask.calls_in_grammar = form.reply(rules, answer, provider), True
+        else:
+            form.block(rules, provider).add_done_callback(lambda made: _note_free(ask, made))
+
+
+def _note_free(ask: Any, made: Future[Grammar]) -> None:
+    if made.exception() is None:
+        ask.free = made.result().not_enforced

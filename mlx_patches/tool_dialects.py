@@ -15,7 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mlx_patches.argument_values import JsonValue, by_schema, properties, python_value, quoted, types, whole_value
+from mlx_patches.argument_values import (
+    JsonValue,
+    by_schema,
+    properties,
+    property_schema,
+    python_value,
+    quoted,
+    types,
+    whole_value,
+)
 
 
 class Broken(Exception):
@@ -75,7 +84,7 @@ def json_value(text: str, at: int) -> tuple[str, int]:
 def members(
     text: str, at: int, enough: Callable[[dict], bool] = lambda found: False
 ) -> tuple[dict[str, tuple[str, str]], int]:
-    """(name → (JSON, as written) of the object at `at`, where it ends). Of two members of one name the first counts.
+    """(name → (JSON, as written) of the object at `at`, where it ends).
 
     Once they are `enough` for a call, what is no part of one, or cannot be read, ends the object.
     """
@@ -100,7 +109,9 @@ def members(
         key = json.loads(name)
         if enough(found) and (key in found or key not in CALL_MEMBERS):
             return found, at
-        found.setdefault(key, (value, text[start:end].strip()))
+        written = value, text[start:end].strip()
+        if found.setdefault(key, written) != written:
+            raise Broken  # one of the two would be lost
         at = skip(text, end)
         if text[at : at + 1] == ",":
             at = skip(text, at + 1)
@@ -149,7 +160,10 @@ def _call_of(found: dict[str, tuple[str, str]], scope: Scope) -> Call | None:
         written.setdefault("name", inner)
     if written.get("name", "")[:1] != '"':
         return None
-    key = next((name for name in written if name in ("arguments", "parameters")), None)
+    given = {name: written[name] for name in written if name in ("arguments", "parameters")}
+    key = next(iter(given), None)
+    if len(set(given.values())) > 1:
+        return None
     if key is None and (not scope.ended or not written.keys() <= CALL_MEMBERS):
         return None
     identity = json.loads(written["id"]) if written.get("id", "")[:1] == '"' else None
@@ -195,7 +209,7 @@ class Headed:
         pairs = []
         for name, (value, written) in found.items():
             if written[:1] not in ("{", "[", '"'):
-                schema = properties(root).get(name, {})
+                schema = property_schema(root, name)
                 value = by_schema(written, schema, root) if types(schema, root) else value
             pairs.append(f"{quoted(name)}: {value}")
         return f"{{{', '.join(pairs)}}}"
@@ -230,7 +244,7 @@ class Tags:
                 key = parameter["name"].strip()
                 others = properties(root).keys() - pairs.keys() - {key}
                 value, at = self._value(text, parameter.end(), scope, others)
-                written = self._json(value, parameter, properties(root).get(key, {}), root)
+                written = self._json(value, parameter, property_schema(root, key), root)
                 if pairs.setdefault(key, written) != written:
                     raise Broken
             elif self.close is not None and (close := self.close.match(text, at)):
@@ -349,7 +363,7 @@ def _one_python_call(text: str, at: int, scope: Scope) -> tuple[Call, int]:
             raise Broken
         end = _python_end(text, key.end())
         written = text[key.end() : end].strip()
-        pairs.append(f"{quoted(key[1])}: {_python_json(written, properties(root).get(key[1], {}), root)}")
+        pairs.append(f"{quoted(key[1])}: {_python_json(written, property_schema(root, key[1]), root)}")
         at = skip(text, end + 1) if text[end] == "," else end
     return Call(call[1], f"{{{', '.join(pairs)}}}"), at + 1
 

@@ -31,6 +31,9 @@ GEMMA = re.compile(
 )
 
 
+QUOTED = re.compile(r'(<\|"\|>|<escape>).*?\1', re.DOTALL)
+
+
 def from_gemma(text: str, loose: bool) -> str:
     """Gemma's objects as JSON: strings between quotes of its own, bare keys."""
 
@@ -44,9 +47,9 @@ def from_gemma(text: str, loose: bool) -> str:
             bare = quoted(bare.strip())
         return f"{match['before']}{quoted(match['key'])}{match['colon']}{bare}"
 
-    for quote in ('<|"|>', "<escape>"):
-        if text.count(quote) % 2:
-            raise Broken if loose else Open
+    unquoted = QUOTED.sub("", text)  # either quote may stand inside the other
+    if any(quote in unquoted for quote in ('<|"|>', "<escape>")):
+        raise Broken if loose else Open
     return GEMMA.sub(mend, text)
 
 
@@ -137,11 +140,17 @@ GLM, LONGCAT = keyed(), keyed("longcat_")
 GLM_PLAIN = Headed(pattern(rf"(?P<name>{NAME})\s+(?P<open>\{{)"), pattern(""))
 GEMMA_CALL = Headed(pattern(rf"(?:call:)?\s*(?P<name>{NAME})\s*(?P<open>\{{)"), pattern(""), typed=False)
 
+
+def begun(form: Headed) -> re.Pattern:
+    """The header where arguments begin after it: without them it is no call."""
+    return pattern(form.head.pattern + r"""(?<=[{\["])""")
+
+
 FORMATS = {
     "json_tools": Format((json_call,), JSON_HEAD),
-    "mistral": Format((MISTRAL, json_call), MISTRAL.head, r"\[TOOL_CALLS\]"),
-    "kimi_k2": Format((KIMI_K2,), KIMI_K2.head),
-    "kimi_k3": Format((KIMI_K3_JSON, KIMI_K3), KIMI_K3_JSON.head),
+    "mistral": Format((MISTRAL, json_call), begun(MISTRAL), r"\[TOOL_CALLS\]"),
+    "kimi_k2": Format((KIMI_K2,), begun(KIMI_K2)),
+    "kimi_k3": Format((KIMI_K3_JSON, KIMI_K3), begun(KIMI_K3_JSON)),
     "qwen3_coder": Format((QWEN,)),
     "minimax_m2": Format((MINIMAX,)),
     "minicpm5": Format((MINICPM,)),

@@ -15,8 +15,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from mlx_patches.argument_values import as_text, properties, referred
 from mlx_patches.json_schemas import Prepared
-from mlx_patches.schema_keywords import BOUNDS
+from mlx_patches.schema_keywords import BOUNDS, fits_some, texts_of_format, whole_texts
+from mlx_patches.tool_dialects import Broken, Open, Scope
+from mlx_patches.tool_formats import FORMATS as READERS
+from mlx_patches.tool_formats import read_all
 
 
 class Tool(NamedTuple):
@@ -77,9 +81,10 @@ FORMATS["longcat"] = Format(
 """By the name of mlx_lm's parser. A format that is not here is left free, and cannot be forced."""
 
 NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?/"
-TEXT_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
 ANNOTATIONS = {"title", "description", "$schema", "$id", "default", "examples", "$comment", "deprecated", "readOnly"}
+
+PLAIN_WORD = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Calls(NamedTuple):
@@ -108,12 +113,10 @@ def call_rules(form: Format, tools: list[Tool], specials: Mapping[str, int], sev
 def literal(text: str, specials: Mapping[str, int]) -> str:
     """`text` as a Lark sequence, its special tokens by their ids."""
     if not specials:
-        return json.dumps(text)
+        return json.dumps(text)  # ASCII: llguidance's Lark knows no U+007F
     names = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
     pieces = [piece for piece in re.split(f"({names})", text) if piece]
-    return (
-        " ".join(f"<[{specials[p]}]>" if p in specials else json.dumps(p, ensure_ascii=False) for p in pieces) or '""'
-    )
+    return " ".join(f"<[{specials[p]}]>" if p in specials else json.dumps(p) for p in pieces) or '""'
 
 
 class _Writer:
@@ -134,17 +137,14 @@ class _Writer:
 
     def add(self, tool: Tool) -> None:
         self._root, self._name, self._named = json.loads(tool.prepared.text), tool.name, {}
-        self.not_enforced += (f"{tool.name}: {path}" for path in tool.prepared.not_enforced)
+        self._leave_out(*tool.prepared.not_enforced)
         arguments = {"json": self._json, "tags": self._tags, "gemma": self._gemma_root}[self.form.shape]
         head, tail = self.form.head.format(tool.name), self.form.tail
         line, head = ('"\\n"? ', head[1:]) if head.startswith("\n") else ("", head)  # not all models write it
         end, tail = (' "\\n"?', tail[:-1]) if tail.endswith("\n") else ("", tail)
         written = ' " "? '.join(map(self.literal, head.split(" "))) if head.startswith("{") else self.literal(head)
-        self.rules.append(f"call_{self._tools}: {line}{written} {arguments(self._root)} {self._tail(tail)}{end}")
+        self.rules.append(f"call_{self._tools}: {line}{written} {arguments(self._root)} {self.literal(tail)}{end}")
         self._tools += 1
-
-    def _tail(self, text: str) -> str:
-        return self.literal(text) if text else ""
 
     def _rule(self, body: str, kind: str = "r", options: str = "") -> str:
         self._count += 1
@@ -162,16 +162,11 @@ class _Writer:
     def _tags(self, root: dict) -> str:
         root = self._resolved(root)
         self._note(root, "", PLAIN)
-        properties, required = root.get("properties", {}), root.get("required", [])
         parts = []
-        for name in dict.fromkeys([*properties, *required]):
-            schema = properties.get(name, {})
-            if schema is False:
-                continue
-            tag = self.literal(self.form.parameter.format(name))
-            part = f"{tag} {self._tagged({} if schema is True else schema, name)}"
-            parts.append(part if name in required else f"({part})?")
-        if not properties and root.get("additionalProperties") is not False:
+        for name, schema, required in self._properties(root, ""):
+            part = f"{self.literal(self.form.parameter.format(name))} {self._tagged(schema, name)}"
+            parts.append(part if required else f"({part})?")
+        if not root.get("properties") and root.get("additionalProperties") is not False:
             before, after = map(self.literal, self.form.parameter.split("{}"))
             name = self._rule(r"/[\w.-]+/", "W")
             parts.append(
@@ -180,46 +175,47 @@ class _Writer:
         return " ".join(parts)
 
     def _tagged(self, schema: dict, path: str) -> str:
-        """A value and the tag after it."""
+        """A value and the tag after it. Where any text may stand, the reader takes all but null for text."""
         schema, end = self._resolved(schema), self.literal(self.form.end)
-        choices = []
-        for member in self._members(schema):
-            if "const" in member or "enum" in member:
-                values = [member["const"]] if "const" in member else member["enum"]
-                texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-                constants = [json.dumps(text, ensure_ascii=False) for text in texts if text]
-                choices.append(f"({' | '.join(constants)}) {end}" if constants else end)
+        choices: list[str] = []
+        members = [self._writable(member, path) for member in self._members(schema)]
+        is_text = any("type" in member and "string" in _types(member) for member in members if "enum" not in member)
+        for member in members:
+            if "enum" in member:
+                values = [value for value in member["enum"] if not is_text or isinstance(value, str | None)]
+                choices += (f"{json.dumps(as_text(value))} {end}" for value in values)
                 continue
             if "string" in (types := _types(member)):
-                choices.append(self._raw(member, path))
-            if rest := [each for each in types if each != "string"]:
-                choices.append(f"{self._number_or_json({**member, 'type': rest})} {end}")
+                choices.append(self._raw(member, path, self.form.end))
+            if rest := [each for each in types if each != "string" and (not is_text or each == "null")]:
+                # A number out of a float's range would be read as text.
+                bounded = any(name in member for name in BOUNDS) or rest != ["number"]
+                choices.append(f"{self._json({**member, 'type': rest}) if bounded else self._rule(NUMBER, 'N')} {end}")
         return f"({' | '.join(choices)})"
 
-    def _number_or_json(self, schema: dict) -> str:
-        """A value that is no string. A number out of a float's range would be read as text."""
-        bounded = any(name in schema for name in BOUNDS)
-        return self._rule(NUMBER, "N") if schema["type"] == ["number"] and not bounded else self._json(schema)
-
-    def _raw(self, schema: dict, path: str) -> str:
-        """A string as raw text, up to the end tag."""
-        end = self.form.end
+    def _raw(self, schema: dict, path: str, end: str) -> str:
+        """A string as raw text and `end`, the tag or quote after it."""
         text = self._regex(schema, path)
         if end.strip() in self.specials:
             return f"{self._rule(text + _without(end.strip()), 'R')} {self.literal(end)}"
         stop = _escaped(end)
-        # It ends at the first end tag, which is a part of it; a text that must be longer may not have one inside.
-        longer = f" & ~/(?s:.*){stop}(?s:.+)/" if schema.get("minLength") else ""
-        return self._rule(self._rule(f"{text[:-1]}{stop}/{longer}", "T"), "lazy", "[lazy]")
+        # It ends at the first end tag, which is a part of it; a text that may not end there has none inside.
+        longer = (
+            f" & ~/(?s:.*){stop}(?s:.+)/" if schema.get("minLength") or schema.keys() & {"pattern", "format"} else ""
+        )
+        return self._rule(self._rule(f"({text}) /{stop}/{longer}", "T"), "lazy", "[lazy]")
 
     def _regex(self, schema: dict, path: str) -> str:
         """A Lark terminal for the strings that fit `schema`."""
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-        text = "(?s:.*)" if (low, high) == (0, "") else f"(?s:.{{{low},{high}}})"
-        for keyword in ("pattern", "format"):
+        terms = [] if (low, high) == (0, "") else [f"(?s:.{{{low},{high}}})"]
+        for keyword, spelled in (("pattern", whole_texts), ("format", texts_of_format)):
             if keyword in schema:
-                self.not_enforced.append(f"{self._name}: {path}.{keyword}")
-        return f"/{text}/"
+                if fits_some(*terms, more := spelled(schema[keyword])):
+                    terms.append(more)
+                else:
+                    self._leave_out(f"{path}.{keyword}")
+        return " & ".join(f"/{term}/" for term in terms) or "/(?s:.*)/"
 
     # Gemma's objects
 
@@ -235,11 +231,12 @@ class _Writer:
                 name = self._named[written] = f"ref_{self._count}"
                 self.rules.append(f"{name}: {self._gemma(self._resolved(schema), path)}")
             return self._named[written]
-        if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._rule(" | ".join(self._gemma_constant(value) for value in values))
+        schema = self._writable(schema, path)
+        if "enum" in schema:
+            quote, values = f" {self.literal(self.form.quote)} ", map(self._gemma_text, schema["enum"])
+            return self._rule(" | ".join(quote.join(map(json.dumps, v.split(self.form.quote))) for v in values))
         if "allOf" in schema:
-            self.not_enforced.append(f"{self._name}: {path}.allOf")
+            self._leave_out(f"{path}.allOf")
             schema = {name: value for name, value in schema.items() if name != "allOf"}
         if not schema.keys() - ANNOTATIONS:
             return self._gemma_anything()
@@ -254,16 +251,15 @@ class _Writer:
     def _gemma_anything(self) -> str:
         if "anything" not in self._named:
             self._named["anything"] = name = f"anything_{self._tools}"
-            quote, words = self.literal(self.form.quote), self._rule("/(?s:.*)/" + _without(self.form.quote), "R")
-            pairs, items = f'/[A-Za-z_]+:/ {name} ("," /[A-Za-z_]+:/ {name})*', f'{name} ("," {name})*'
+            text = self._gemma_of_type("string", {}, "")
             simple = self._json({"type": ["number", "boolean", "null"]})
-            self.rules.append(f'{name}: {simple} | {quote} {words} {quote} | "{{" ({pairs})? "}}" | "[" ({items})? "]"')
+            items = f'"[" ({name} ("," {name})*)? "]"'
+            self.rules.append(f"{name}: {simple} | {text} | {_gemma_pairs(name)} | {items}")
         return self._named["anything"]
 
     def _gemma_of_type(self, kind: str, schema: dict, path: str) -> str:
-        quote = self.literal(self.form.quote)
         if kind == "string":
-            return f"{quote} {self._rule(self._regex(schema, path) + _without(self.form.quote), 'R')} {quote}"
+            return f"{self.literal(self.form.quote)} {self._raw(schema, path, self.form.quote)}"
         if kind == "object":
             return self._gemma_object(schema, path)
         if kind == "array":
@@ -272,13 +268,13 @@ class _Writer:
 
     def _gemma_object(self, schema: dict, path: str) -> str:
         self._note(schema, path, PLAIN)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        names = [name for name in dict.fromkeys([*properties, *required]) if properties.get(name) is not False]
+        if not schema.get("properties") and schema.get("additionalProperties") is not False:
+            return _gemma_pairs(self._gemma(_schema_of(schema.get("additionalProperties")), f"{path}.*"))
         after = {True: '""', False: '""'}
-        for name in reversed(names):  # each rule goes on with what follows it, with or without a comma
-            value = self._gemma(_schema_of(properties.get(name, {})), f"{path}.{name}".lstrip("."))
-            pair = f"{json.dumps(name + ':', ensure_ascii=False)} {value} {after[True]}"
-            skip = {begun: "" if name in required else f" | {after[begun]}" for begun in (True, False)}
+        for name, each, required in reversed([*self._properties(schema, path)]):
+            # Each rule goes on with what follows it, with or without a comma.
+            pair = f"{json.dumps(name + ':')} {self._gemma(each, f'{path}.{name}')} {after[True]}"
+            skip = {begun: "" if required else f" | {after[begun]}" for begun in (True, False)}
             after = {True: self._rule(f'"," {pair}{skip[True]}'), False: self._rule(f"{pair}{skip[False]}")}
         return f'"{{" {after[False]} "}}"'
 
@@ -292,17 +288,15 @@ class _Writer:
         items = f"{item} {more}"
         return f'"[" {items if low else f"({items})?"} "]"'
 
-    def _gemma_constant(self, value: Any) -> str:
-        quote = self.literal(self.form.quote)
+    def _gemma_text(self, value: Any) -> str:
         match value:
             case str():
-                return f"{quote} {json.dumps(value, ensure_ascii=False)} {quote}" if value else f"{quote} {quote}"
+                return f"{self.form.quote}{value}{self.form.quote}"
             case dict():
-                pairs = [f"{json.dumps(name + ':')} {self._gemma_constant(each)}" for name, each in value.items()]
-                return " ".join(['"{"', ' "," '.join(pairs), '"}"'])
+                return f"{{{','.join(f'{name}:{self._gemma_text(each)}' for name, each in value.items())}}}"
             case list():
-                return " ".join(['"["', ' "," '.join(map(self._gemma_constant, value)), '"]"'])
-        return json.dumps(json.dumps(value))
+                return f"[{','.join(map(self._gemma_text, value))}]"
+        return json.dumps(value)
 
     # Schemas
 
@@ -311,13 +305,10 @@ class _Writer:
         seen: set[str] = set()
         while isinstance(reference := schema.get("$ref"), str) and reference not in seen:
             seen.add(reference)
-            target: Any = self._root
-            for step in reference.removeprefix("#").split("/")[1:]:
-                step = step.replace("~1", "/").replace("~0", "~")
-                target = target.get(step) if isinstance(target, dict) else None
-            if not isinstance(target, dict):
-                return {}
-            schema = {**target, **{name: value for name, value in schema.items() if name != "$ref"}}
+            target = referred(reference, self._root)
+            if not isinstance(target, dict | bool):
+                self._leave_out(f"$ref {reference}")
+            schema = {**_schema_of(target), **{name: value for name, value in schema.items() if name != "$ref"}}
         return schema
 
     def _members(self, schema: dict, seen: tuple = ()) -> Iterator[dict]:
@@ -332,11 +323,48 @@ class _Writer:
                 followed = seen if reference is None else (*seen, reference)
                 yield from self._members({**beside, **self._resolved(_schema_of(member))}, followed)
 
+    def _properties(self, schema: dict, path: str) -> list[tuple[str, dict, bool]]:
+        """(name, schema, whether it is required) of the properties whose names can be written."""
+        given, required = properties(schema), schema.get("required", [])
+        names = [name for name in dict.fromkeys([*given, *required]) if given.get(name) is not False]
+        unread = [name for name in names if not self._is_read(name, 0)]
+        self._leave_out(*(f"{path}.{name}" for name in unread))
+        return [(name, _schema_of(given.get(name)), name in required) for name in names if name not in unread]
+
+    def _writable(self, schema: dict, path: str) -> dict:
+        """`schema` with its constants as an `enum` of those that can be written, as any string if there is none."""
+        keyword = "const" if "const" in schema else "enum"
+        if keyword not in schema:
+            return schema
+        values = [schema["const"]] if keyword == "const" else schema["enum"]
+        if kept := [value for value in values if self._is_read("x", value)]:
+            return {"enum": kept}
+        self._leave_out(f"{path}.{keyword}")
+        return {"type": "string"}
+
+    def _is_read(self, name: str, value: Any) -> bool:
+        """Whether the format's reader takes a call with this argument, as it is written here, for what it is."""
+        if PLAIN_WORD.fullmatch(f"{name}{value}"):
+            return True
+        form = self.form
+        argument = form.parameter.format(name) + as_text(value) + form.end
+        if form.shape == "gemma":
+            argument = f"{{{name}:{self._gemma_text(value)}}}"
+        reader = READERS[next(known for known, each in FORMATS.items() if each == form)]
+        scope = Scope({"f": {"properties": {name: {"const": value}}}})
+        try:
+            calls, _ = read_all(form.head.format("f") + argument + form.tail, reader, scope)
+        except (Broken, Open):
+            return False
+        is_special = literal(name, self.specials) != json.dumps(name)
+        return not is_special and [json.loads(call.arguments) for call in calls] == [{name: value}]
+
     def _note(self, schema: dict, path: str, held: set[str]) -> None:
         """List the keywords of an object or array that its rule does not hold to."""
-        self.not_enforced += (
-            f"{self._name}: {f'{path}.{name}'.lstrip('.')}" for name in schema if name not in held | ANNOTATIONS
-        )
+        self._leave_out(*(f"{path}.{name}" for name in schema if name not in held | ANNOTATIONS))
+
+    def _leave_out(self, *paths: str) -> None:
+        self.not_enforced += (f"{self._name}: {path.lstrip('.')}" for path in paths)
 
 
 def _escaped(text: str) -> str:
@@ -347,6 +375,11 @@ def _escaped(text: str) -> str:
 def _without(marker: str) -> str:
     """What a terminal goes on with, for texts that do not hold `marker`: its token may be text as well."""
     return f" & ~/(?s:.*){_escaped(marker)}(?s:.*)/"
+
+
+def _gemma_pairs(value: str) -> str:
+    """An object of any names."""
+    return f'"{{" (/[A-Za-z_]+:/ {value} ("," /[A-Za-z_]+:/ {value})*)? "}}"'
 
 
 def _schema_of(schema: Any) -> dict:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_patches.call_reader import reading_calls
 from mlx_patches.reply_format import ANSWER, TextSplitter
 from mlx_patches.stop_strings import StopStrings
-from mlx_patches.tool_choice import CallSplitter
+from mlx_patches.tool_choice import CallSplitter, tool_format
 from mlx_patches.watcher import StepTokens, Watcher
 
 
@@ -30,22 +30,22 @@ class WatchesReplies:
         found = super()._tokenize(tokenizer, request, args)
         prompt, _, _, initial_state, _ = found
         ask, provider = args.ask, self.model_provider
-        grammar = ask.grammar or ask.calls
         form = provider.reply_format
         # With no guesses at all, mlx_lm's speculative loop hands processors a history that never grows.
         args.num_draft_tokens = max(1, args.num_draft_tokens)
-        matcher = None
+        calls = tool_format(tokenizer) if ask.tools is not None else None
+        held = calls is not None and (ask.calls_in_grammar or calls.form is not None)
+        matcher = provider.grammars.matcher(ask.grammar) if ask.grammar is not None else None
+        blocks = calls.matcher_later(ask.tools, provider) if held and matcher is None else None
         _, machine = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
-        if grammar is not None:
-            matcher = provider.grammars.matcher(grammar)
         if form.messages is not None:
-            held = ask.tools.tools if ask.tools is not None and (ask.calls_in_grammar or ask.calls) else ()
             args.splitter = form.messages.splitter(
                 prompt,
                 exact=ask.grammar is not None,
                 tools=request.tools,
-                held=[tool.name for tool in held],
+                held=[tool.name for tool in ask.tools.tools] if held else (),
                 answers=ask.tools is None or not ask.tools.required,
+                calls=not ask.no_calls,
             )
         elif ask.grammar is not None:
             kwargs = {**provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
@@ -59,15 +59,15 @@ class WatchesReplies:
         stops = StopStrings(ask.stops) if ask.stops else None
         limits = ask.limits.machine(args.max_tokens, tokenizer.has_thinking or form.messages is not None)
         one_call = ask.tools is not None and not ask.tools.several
-        if matcher is not None or stops is not None or limits is not None or one_call:
-            is_json = matcher is not None and grammar.kind.startswith("json")
+        if matcher is not None or blocks is not None or stops is not None or limits is not None or one_call:
+            is_json = ask.grammar is not None and ask.grammar.kind.startswith("json")
             guesses = args.num_draft_tokens if provider.draft_model is not None else 0
             args.watcher = Watcher(
                 form,
                 args.splitter,
                 matcher=matcher,
                 is_json=is_json,
-                blocks=ask.grammar is None and matcher is not None,
+                blocks=blocks,
                 one_call=one_call,
                 stops=stops,
                 limits=limits,

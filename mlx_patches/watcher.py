@@ -18,7 +18,8 @@ baseline. Later calls show one token more, or with a draft model fewer or other 
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -90,7 +91,7 @@ class Watcher:
         *,
         matcher=None,
         is_json: bool = False,
-        blocks: bool = False,
+        blocks: Callable[[], Any] | None = None,
         one_call: bool = False,
         stops: StopStrings | None = None,
         limits: ReplyLimits | None = None,
@@ -98,19 +99,18 @@ class Watcher:
     ):
         """`matcher`: a fresh LLMatcher for the answer, or None; `is_json`: what it holds to is JSON.
 
-        `blocks`: it holds blocks of calls in free text instead. `one_call`: the reply ends after the first block.
+        `blocks`: the text is free instead, but for blocks of calls: it gives the matcher that holds them, or None, when
+        the first one begins. `one_call`: the reply ends after the first block.
         `guesses`: how far a draft model may run ahead.
         """
         self.fault: Exception | None = None
         self._form, self._splitter, self._stops = form, splitter, stops
         self._limits, self._is_json = limits, is_json
-        self._blocks, self._one_call, self._free = blocks, one_call, blocks or matcher is None
+        self._blocks, self._one_call, self._free = blocks, one_call, matcher is None
         by_tokens, tokenizer = splitter.by_tokens, form.tokenizer
         self._opening = splitter.opening if by_tokens else tokenizer.think_start_tokens or ()
         self._closing = splitter.closing if by_tokens else tokenizer.think_end_tokens or ()
-        self._matcher = matcher
-        self._pristine = matcher.deep_copy() if matcher is not None else None
-        self._mask = TokenMask(form.width) if matcher is not None else None
+        self._hold(matcher)
         self._fed: list[int] = []
         self._taken: list[int] = []
         self._marks = [Mark(splitter.first)]
@@ -118,6 +118,11 @@ class Watcher:
         self._baseline: int | None = None
         self._step: StepTokens | None = None
         self._at = 0
+
+    def _hold(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._pristine = matcher.deep_copy() if matcher is not None else None
+        self._mask = TokenMask(self._form.width) if matcher is not None else None
 
     def cut_of(self, tokens: int) -> tuple[str | None, bool]:
         """(the limit that cut a reply of so many tokens: "hedges", "repeats", "reasoning_budget"; if of its answer).
@@ -217,7 +222,9 @@ class Watcher:
         if mark.calling:
             self._feed(token)
             over = self._matcher.is_stopped()
-            return mark._replace(fed=len(self._fed), calling=not over, called=mark.called + over)
+            # A call that is told by its header has no marker after it in the grammar: the reply ends with it.
+            calling = not over or self._splitter.by_tokens
+            return mark._replace(fed=len(self._fed), calling=calling, called=mark.called + over)
         if kind == "tool" and before not in ("tool", REASONING) and self._blocks and self._may_hold(mark):
             mark = self._begin(mark._replace(calling=True))
         elif before == "tool" != kind and getattr(mark.reading, "called", True):
@@ -225,9 +232,13 @@ class Watcher:
         return mark
 
     def _may_hold(self, mark: Mark) -> bool:
-        """Whether the grammar has seen all of a block that begins: not what its marker's last token says beyond it."""
+        """Whether the grammar sees all of a block that begins: not what its marker's last token says beyond it."""
         said = self._splitter.said_after_marker(mark.reading)
-        return self._splitter.lead(mark.reading) is not None and not said.strip("\n")
+        if self._splitter.lead(mark.reading) is None or said.strip("\n"):
+            return False
+        if self._matcher is None:
+            self._hold(self._blocks())
+        return self._matcher is not None
 
     def _may_end(self, mark: Mark) -> bool:
         if self._blocks and not mark.calling:
@@ -305,6 +316,8 @@ class Watcher:
         width = logits.shape[-1]
         if mark.ended:
             return logits
+        if self._blocks and not mark.calling and (row := self._splitter.name_row(mark.reading, width)) is not None:
+            logits = keep(row, logits)
         if self._limits is not None and (row := self._limit_row(mark, width)) is not None:
             return keep(row, logits)
         if self._free and not mark.calling:

@@ -393,6 +393,36 @@ def test_odd_schemas(form, schema):
     assert call[0] == "f" and str(call[1]["a"]) == "1" and call[1]["s"] == "x y"
 
 
+TWICE = {
+    "function_gemma": "call:f{s:<escape>kappa<escape>,s:<escape>omega<escape>}",
+    "gemma4": 'call:f{s:<|"|>kappa<|"|>,s:<|"|>omega<|"|>}',
+    "qwen3_coder": "<function=f><parameter=s>kappa</parameter><parameter=s>omega</parameter></function>",
+    "glm47": "f<arg_key>s</arg_key><arg_value>kappa</arg_value><arg_key>s</arg_key><arg_value>omega</arg_value>",
+    "json_tools": '{"arguments": {"s": "kappa"}, "arguments": {"s": "omega"}, "name": "f"}',
+    "longcat": '{"arguments": {"s": "kappa"}, "parameters": {"s": "omega"}, "name": "f"}',
+}
+
+
+@pytest.mark.parametrize("form", TWICE)
+def test_what_is_written_twice_is_text(form):
+    start, end = markers(form)
+    text = f"{start}{TWICE[form]}{end}"
+    assert agreed(form, text).said == (text, "", [], "stop")
+    assert called(form, None, text.replace("omega", "kappa").replace("parameters", "arguments")) == [
+        ("f", {"s": "kappa"})
+    ]
+
+
+@pytest.mark.parametrize(
+    "form, head", [("mistral", "f[ARGS]"), ("kimi_k2", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>")]
+)
+@pytest.mark.parametrize("after", ["null", "5", "null{}", " ,", "word"])
+def test_a_header_without_arguments_opens_no_call(form, head, after):
+    start, end = markers(form)
+    text = f"{start}{head}{after}{end}"
+    assert agreed(form, text).said == (text, "", [], "stop")
+
+
 # Nesting
 
 
@@ -527,3 +557,38 @@ def test_any_damage(form, data):
     if not whole.calls:
         out = whole.reasoning + whole.content
         assert sorted(out) == sorted(re.sub("</?think>", "", text)) or "think>" in out
+
+
+PIECE = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|\w+|\s+|.", re.DOTALL)
+DAMAGES = {
+    "drop": lambda pieces, at, size, other: [*pieces[:at], *pieces[at + size :]],
+    "double": lambda pieces, at, size, other: [*pieces[: at + size], *pieces[at:]],
+    "cut": lambda pieces, at, size, other: pieces[:at],
+    "insert": lambda pieces, at, size, other: [*pieces[:at], other, *pieces[at:]],
+    "replace": lambda pieces, at, size, other: [*pieces[:at], other, *pieces[at + 1 :]],
+}
+
+
+@ALL
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_damaged_markup_reads_the_same_streamed(form, data):
+    """Whole tags and words are dropped, doubled and put elsewhere; what stands is the same however it is cut."""
+    calls = data.draw(st.lists(st.tuples(st.sampled_from(["f", "g", "nope"]), argument_sets()), min_size=1, max_size=2))
+    pieces = PIECE.findall(data.draw(st.sampled_from(["", "rho ", "<think>zeta</think>"])) + written(form, calls))
+    others = sorted({*pieces, *markers(form), *TRICKY} - {""})
+    for _ in range(data.draw(st.integers(0, 4))):
+        at, size = data.draw(st.integers(0, len(pieces))), data.draw(st.integers(1, 8))
+        how, other = data.draw(st.sampled_from(sorted(DAMAGES))), data.draw(st.sampled_from(others))
+        pieces = DAMAGES[how](pieces, at, size, other)
+    text = "".join(pieces) or "rho"
+    at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    tokens = [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+    whole, streamed = read(form, [text], streamed=False), read(form, tokens)
+    assert whole.said == read(form, list(text), streamed=False).said
+    assert streamed.said == read(form, list(text)).said
+    assert (whole.content, whole.reasoning, whole.reason) == (streamed.content, streamed.reasoning, streamed.reason)
+    # What was sent of a call that broke off later stays with the client; each whole one is there as it was written.
+    sent = iter(streamed.calls)
+    assert all(call in sent for call in whole.calls)
+    assert whole.calls == streamed.calls or form in (*JSON_FORMATS, "kimi_k3")

@@ -178,6 +178,14 @@ def test_nothing_of_a_header_shows(form, messages, end, streamed, data):
         assert not Counter(bodies) - Counter("".join([content, reasoning, *(text for _, text in calls)]))
 
 
+@pytest.mark.parametrize("before, reasoning", [("", ""), (f"{ANALYSIS}Hm.<|end|>", "Hm.")])
+@pytest.mark.parametrize("header", [" to=", " to=functions", " to=functions.f", "to=functions.f json"])
+def test_a_header_that_the_reply_ends_in_does_not_show(form, before, reasoning, header):
+    assert fold(read(form, tokens_of(before + header), "stop")[0]) == ("", reasoning, [])
+    words = fold(read(form, tokens_of(f"{before}{header} and so on"), "stop")[0])
+    assert words == (f"{header} and so on", reasoning, [])
+
+
 def test_the_tokens_that_go_on_with_a_header(form):
     """What the watcher lets through before JSON, and what it forces when thinking is cut."""
     splitter, tools = form.splitter(tokens_of(TURN), exact=True), [{"function": {"name": "f"}}]

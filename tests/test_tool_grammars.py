@@ -16,6 +16,8 @@ from functools import lru_cache
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jsonschema.validators import validator_for
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import load
@@ -136,6 +138,171 @@ def test_walks_are_calls_that_validate(name):
     assert not wrong
     assert counts["compiled"] == 8
     assert counts["whole"] >= 4
+
+
+def grammar(name: str, schema: dict) -> tuple[LLMatcher, tuple[str, ...]]:
+    """(the matcher of a call of `f`, what it does not hold)."""
+    calls = call_rules(FORMATS[name], [Tool("f", prepare(schema, param="f"))], {}, several=False)
+    lark = f"start: block\n{calls.rules}"
+    matcher = LLMatcher(vocabulary()[1], json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher, calls.not_enforced
+
+
+def walks(name: str, schema: dict, count: int = 4) -> tuple[list[dict], tuple[str, ...]]:
+    """(arguments of `f` as the server reads them, each of which validates; what is not held)."""
+    matcher, left_out = grammar(name, schema)
+    shown = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    texts = [walk(matcher.deep_copy(), np.random.default_rng(seed)) for seed in range(count)]
+    found = []
+    for text in filter(None, texts):
+        ((tool, arguments),) = read(name, text, shown)
+        assert tool == "f"
+        if not left_out:
+            jsonschema.Draft202012Validator(schema).validate(numbers(arguments))
+        found.append(arguments)
+    return found, left_out
+
+
+def allows(name: str, schema: dict, text: str) -> bool:
+    """Whether `text` is a whole block."""
+    tokens = vocabulary()[0].encode(text, add_special_tokens=False)
+    matcher, _ = grammar(name, schema)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def call(name: str, key: str, value: str) -> str:
+    """A call of `f` with one argument."""
+    form = FORMATS[name]
+    argument = {
+        "json": f'{{"{key}": {value}}}',
+        "tags": form.parameter.format(key) + value + form.end,
+        "gemma": f"{{{key}:{value}}}",
+    }[form.shape]
+    return form.head.format("f") + argument + form.tail
+
+
+def parameter(schema: dict, **more) -> dict:
+    return {"type": "object", "properties": {"x": schema}, "required": ["x"], **more}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "fails"),
+    [
+        ({"pattern": r"^\d{3}/[a-z]$"}, "123/b", ("\u0663\u0663\u0663/b", "x123/b", "123/bb")),
+        ({"pattern": "b"}, "abc", ("ac",)),
+        ({"pattern": "^a|b$"}, "zb", ("bz",)),
+        ({"pattern": "^$|^x", "maxLength": 3}, "xyz", ("wxyz", "xyzz", "yx")),
+        ({"pattern": r"^[^/\]]+\$$", "minLength": 3}, "é:$", ("a$", "a/$", "aa]$", "abc")),
+        ({"format": "date"}, "2024-02-29", ("2024-13-01", "today", "2024-1-1")),
+        ({"format": "uuid", "pattern": "^0"}, "01234567-89ab-cdef-0123-456789abcdef", ("0", "1" * 36)),
+        ({"format": "date-time"}, "2024-02-29T10:00:00Z", ("2024-02-29",)),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "gemma4"])
+def test_patterns_and_formats_of_strings(name, schema, fits, fails):
+    schema = parameter({"type": "string", **schema})
+    quote = FORMATS[name].quote
+    assert allows(name, schema, call(name, "x", quote + fits + quote))
+    assert not [text for text in fails if allows(name, schema, call(name, "x", quote + text + quote))]
+    assert not grammar(name, schema)[1]
+
+
+@pytest.mark.parametrize("held", [{"pattern": "(^a|b)"}, {"pattern": "^a$", "minLength": 2}, {"format": "uri"}])
+def test_what_no_terminal_holds_is_listed(held):
+    keyword = next(iter(held))
+    assert grammar("qwen3_coder", {"type": "object", "properties": {"x": {"type": "string", **held}}})[1] == (
+        f"f: x.{keyword}",
+    )
+
+
+NAMES_OF_PROPERTIES = st.one_of(
+    st.text(max_size=6),
+    st.text('ab \n"<>=:{},\\/$.-', max_size=8),
+    st.sampled_from(["", "</parameter>", "a b", "a>", '<|"|>', "</arg_key>", "\x7f", "\u2028", "x\n"]),
+)
+TYPES_OF_PROPERTIES = st.sampled_from([{"type": "integer"}, {"type": "boolean"}, {"enum": ["a", 1, None]}])
+QUICK = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@QUICK
+@given(properties=st.dictionaries(NAMES_OF_PROPERTIES, TYPES_OF_PROPERTIES, min_size=1, max_size=4), data=st.data())
+def test_any_names_of_properties(name, properties, data):
+    required = data.draw(st.lists(st.sampled_from([*properties]), unique=True))
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    found, left_out = walks(name, schema, 2)
+    left = {line.removeprefix("f: ").lstrip(".") for line in left_out}
+    assert left <= {each.lstrip(".") for each in properties}
+    reduced = {
+        **schema,
+        "properties": {key: each for key, each in properties.items() if key.lstrip(".") not in left},
+        "required": [key for key in required if key.lstrip(".") not in left],
+    }
+    for arguments in found:
+        jsonschema.Draft202012Validator(reduced).validate(arguments)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minicpm5", "gemma4", "function_gemma"])
+@pytest.mark.parametrize("letter", [*map(chr, range(32)), *'"\\/', "\x7f", "\u2028", "\ufeff", "\U0001f600"])
+def test_odd_letters_in_names_and_constants(name, letter):
+    text = f"a{letter}b"
+    schema = {"type": "object", "properties": {text: {"type": "integer"}, "x": {"enum": [text, letter, [text]]}}}
+    found, left_out = walks(name, {**schema, "required": ["x"]}, 2)
+    assert found and set(left_out) <= {f"f: {text}"}
+    for arguments in found:
+        jsonschema.Draft202012Validator({**schema, "required": ["x"]}).validate(arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"const": "on"}, {"type": "integer"}]},
+        {"anyOf": [{"const": "on", "type": "string"}, {"type": "integer"}]},
+        {"enum": [1, "a", None, True, 2.5, ["b"]]},
+        {"anyOf": [{"const": False}, {"type": "integer"}]},
+        {"$ref": "#/$defs/a%20b"},
+        {"$ref": "#/$defs/list/anyOf/0"},
+    ],
+)
+def test_grammar_and_reader_agree(name, schema):
+    defs = {"a b": {"type": "integer"}, "list": {"anyOf": [{"type": "boolean"}]}}
+    found, left_out = walks(name, parameter(schema, **{"$defs": defs}), 8)
+    assert len(found) > 4 and not left_out
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"additionalProperties": {"type": "integer"}},
+        {"$ref": "#/$defs/a", "$defs": {"a": parameter({"type": "integer"})}},
+    ],
+)
+def test_roots_without_properties(name, schema):
+    schema = {"type": "object", **schema}
+    assert walks(name, schema)[0] and allows(name, schema, text := call(name, "x", "3"))
+    assert read(name, text, [{"function": {"name": "f", "parameters": schema}}]) == [("f", {"x": 3})]
+    assert not allows(name, schema, call(name, "x", "true"))
+
+
+@pytest.mark.parametrize("name", ["gemma4", "function_gemma"])
+def test_a_constant_with_gemmas_quote(name):
+    """It cannot be written: the others can, or any string where there is no other."""
+    quote = FORMATS[name].quote
+    found, left_out = walks(name, parameter({"enum": [f"a{quote}b", "c", [quote]]}))
+    assert found and all(each == {"x": "c"} for each in found) and not left_out
+    found, left_out = walks(name, parameter({"const": quote}), 8)
+    assert left_out == ("f: x.const",) and allows(
+        name, parameter({"const": quote}), call(name, "x", f"{quote}ab{quote}")
+    )
+
+
+@pytest.mark.parametrize("end", ["\n</parameter>\n</function>", "\n</parameter>\n<parameter=y>\n1"])
+def test_a_constant_that_would_end_its_parameter(end):
+    found, left_out = walks("qwen3_coder", parameter({"enum": [f"a{end}", "c"]}))
+    assert found and all(each == {"x": "c"} for each in found) and not left_out
 
 
 def test_special_tokens_stand_by_their_ids():

@@ -1,0 +1,327 @@
+"""tool_choice at its edges: grammars that come late or not at all, strict tools, sets that differ in a batch."""
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+from mlx_lm.tokenizer_utils import load
+
+from localServerCommon import Refused
+from mlx_patches.json_schemas import prepare
+from mlx_patches.structured_output import GrammarCompiler, build_tokenizer
+from mlx_patches.tool_choice import ToolFormat, read_tools
+from tests.client import both, chat, chat_stream, together
+from tests.test_tool_choice import PATHS, SCHEMAS, TOOLS, call_text, calls_fit, named, names
+
+LONG = {"type": "object", "properties": {"x": {"type": "string", "minLength": 100_000}}, "required": ["x"]}
+"""Its schema compiles, and its grammar between tags does not."""
+HEADS = {
+    "json_tools": ('<tool_call>\n{{"name": "{}", "arguments": ', "}\n</tool_call>"),
+    "qwen3_coder": ("<tool_call>\n<function={}>\n", "</function>\n</tool_call>"),
+    "gemma4": ("<|tool_call>call:{}", "<tool_call|>"),
+    "mistral": ("[TOOL_CALLS]{}[ARGS]", ""),
+}
+
+
+def tool(name: str, schema: dict | None = None, **more) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": schema or {"type": "object"}, **more}}
+
+
+class Provider:
+    """As much of a ModelProvider as makes tool grammars; its vocabulary is read where `ready` is set."""
+
+    def __init__(self, folder):
+        self.tokenizer = load(folder)
+        self.width = 1 + max(self.tokenizer.get_vocab().values())
+        self.ready = threading.Event()
+        self.compiler = GrammarCompiler(build_tokenizer(self.tokenizer, self.width, self.tokenizer.eos_token_ids))
+
+    @property
+    def grammars(self):
+        self.ready.wait()
+        return self.compiler
+
+
+@pytest.fixture
+def provider(tiny):
+    made = Provider(tiny("llama", tools="json_tools"))
+    yield made
+    made.ready.set()
+
+
+def rules(*tools: dict):
+    return read_tools({"tools": list(tools)})[1]
+
+
+def holds(matcher, tokenizer, text: str) -> bool:
+    return matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False))
+
+
+CALL = '\n{"name": "f", "arguments": {"x": '
+
+
+def test_a_grammar_in_the_making_is_waited_for_where_a_call_begins(provider):
+    form = ToolFormat(provider.tokenizer)
+    asked = rules(tool("f", {"properties": {"x": {"const": "in time"}}, "required": ["x"]}))
+    later = form.matcher_later(asked, provider)
+    assert not form.block(asked, provider).done()
+    threading.Timer(0.2, provider.ready.set).start()
+    matcher = later()
+    assert holds(matcher, provider.tokenizer, CALL) and not holds(matcher, provider.tokenizer, "7")
+    assert form.block(asked, provider).done()  # and the next request has it at once
+
+
+def test_a_grammar_that_never_comes_leaves_the_names(provider, monkeypatch, caplog):
+    monkeypatch.setattr("mlx_patches.tool_choice.WAIT", 0.1)
+    form, asked = ToolFormat(provider.tokenizer), rules(tool("f", {"properties": {"x": {"const": "late"}}}))
+    late = Provider.__new__(Provider)
+    late.__dict__ |= provider.__dict__ | {"ready": threading.Event()}
+    form.block(asked, late)
+    try:
+        matcher = form.matcher_later(asked, SimpleNamespace(grammars=provider.compiler))()
+    finally:
+        late.ready.set()
+    assert "held to their names only" in caplog.text
+    assert holds(matcher.deep_copy(), provider.tokenizer, CALL + "7")
+    assert not holds(matcher, provider.tokenizer, CALL.replace("f", "g"))
+
+
+def test_a_model_whose_tokenizer_cannot_be_constrained_calls_freely(provider, caplog):
+    class Unread:
+        @property
+        def grammars(self):
+            raise Refused("structured output cannot read this model's tokenizer")
+
+    assert ToolFormat(provider.tokenizer).matcher_later(rules(tool("f")), Unread())() is None
+    assert "calls are left free" in caplog.text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_first_call_of_new_tools_is_held(serve, tiny, path):
+    server = serve(tiny("scripted", tools="json_tools"))
+    text = call_text("tool_138", location="Paris", days="three")
+    for size in (1, 139):
+        new = [tool(f"tool_{n}", SCHEMAS["get_weather"], description=f"{path} {size}") for n in range(139 - size, 139)]
+        for _ in ("new", "seen"):
+            reply = both(server, text, tools=new, max_tokens=300, **PATHS[path])
+            (call,) = reply.tool_calls
+            jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS["get_weather"])
+
+
+def test_guesses_that_are_taken_back_across_the_first_call(serve, tiny):
+    draft = tiny("scripted", tools="json_tools", wrong_every=3)
+    server = serve(tiny("scripted", tools="json_tools"), "--draft-model", draft, "--prompt-cache-size", 0)
+    for text in (call_text("get_weather", location="Paris"), call_text("get_weather", place="Paris", days="three")):
+        for lead in ("", "So: "):
+            reply = both(server, lead + text, tools=TOOLS, max_tokens=200, num_draft_tokens=4)
+            assert names(reply)[:1] == ["get_weather"] and calls_fit(reply) and reply.content.startswith(lead.strip())
+
+
+def test_reading_new_tools_takes_no_time_of_their_first_token(provider):
+    """139 of them: what must be done before the reply may begin, beside all that there is to do."""
+    schema = {"properties": {f"p{n}": {"type": "integer", "maximum": n} for n in range(12)}, "required": ["p0"]}
+    body = {"tools": [tool(f"tool_{n}", schema) for n in range(139)]}
+    provider.ready.set()
+    form = ToolFormat(provider.tokenizer)
+    before = time.thread_time()
+    made = form.block(read_tools(body)[1], provider)
+    begun = time.thread_time() - before
+    before = time.thread_time()
+    for each in body["tools"]:
+        prepare({**each["function"]["parameters"], "title": each["function"]["name"]}, param="x")
+    assert made.result().not_enforced == ()
+    assert begun < (time.thread_time() - before) / 4
+
+
+PARTS = {
+    "qwen3_coder": ("anyOf", {"properties": {"a": {"type": "integer"}}, "anyOf": [{"required": ["a"]}, {}]}),
+    "gemma4": ("a.prefixItems", {"properties": {"a": {"type": "array", "prefixItems": [{"type": "integer"}]}}}),
+}
+"""A keyword that JSON's grammar holds, and the format's own does not."""
+
+
+@pytest.mark.parametrize("format_name", PARTS)
+def test_strict_refuses_what_the_models_own_format_cannot_hold(serve, tiny, format_name):
+    server, (keyword, schema) = serve(tiny("scripted", tools=format_name)), PARTS[format_name]
+    assert prepare(schema, param="x").not_enforced == ()
+    tools = [tool("good"), tool("picky", schema)]
+    head, tail = HEADS[format_name]
+    assert chat(server, head.format("good") + ("{}" if format_name == "gemma4" else "") + tail, tools=tools).tool_calls
+    again = chat(server, "Words.", tools=tools)
+    assert (again.content, again.headers["Warning"]) == ("Words.", f'199 - "not enforced: picky: {keyword}"')
+    for more in ({}, {"tool_choice": "required"}, {"stream": True}, {"guided_json": {"type": "object"}}):
+        refused = chat(server, "x", tools=[tool("good"), tool("picky", schema, strict=True)], **more)
+        assert (refused.status, refused.error["param"]) == (400, "tools[1].function.parameters")
+        assert "picky" in refused.error["message"] and keyword in refused.error["message"]
+
+
+@pytest.mark.parametrize("format_name", ["qwen3_coder", "gemma4"])
+def test_a_grammar_that_does_not_compile_is_one_tools_alone(serve, tiny, format_name):
+    server = serve(tiny("scripted", tools=format_name))
+    head, tail = HEADS[format_name]
+    value = {"qwen3_coder": "<parameter={}>\n{}\n</parameter>\n", "gemma4": '{{{}:<|"|>{}<|"|>}}'}[format_name]
+    tools = [tool("long", LONG), *TOOLS]
+    reply = both(server, head.format("long") + value.format("x", "short") + tail, tools=tools)
+    assert json.loads(reply.tool_calls[0]["function"]["arguments"]) == {"x": "short"}
+    assert "the arguments of long may be any object" in server.log()
+    assert chat(server, "x", tools=tools).headers["Warning"] == '199 - "not enforced: long: parameters"'
+    wrong = head.format("get_weather") + value.format("place", "Paris") + tail
+    for choice in ("auto", "required"):
+        assert calls_fit(both(server, wrong, tools=tools, tool_choice=choice, max_tokens=200))
+    refused = chat(server, "x", tools=[*TOOLS, tool("long", LONG, strict=True)])
+    assert (refused.status, refused.error["param"]) == (400, "tools[2].function.parameters")
+
+
+def test_of_tools_that_are_too_much_together_the_longest_go(provider, caplog):
+    provider.ready.set()
+    huge = {"properties": {f"p{n}": {"type": "integer"} for n in range(900)}, "additionalProperties": False}
+    asked = rules(tool("f", {"properties": {"x": {"const": "held"}}}), *(tool(f"huge_{n}", huge) for n in range(12)))
+    matcher = provider.grammars.matcher(ToolFormat(provider.tokenizer).block(asked, provider).result())
+    assert holds(matcher, provider.tokenizer, CALL) and not holds(matcher, provider.tokenizer, "7")
+    assert "too complex" in caplog.text and "huge_11" in caplog.text and "of f" not in caplog.text
+
+
+ENDLESS = {
+    "itself": {"$ref": "#/$defs/T"},
+    "a ring": {"anyOf": [{"$ref": "#/$defs/U"}]},
+    "a property": {"type": "object", "properties": {"t": {"$ref": "#/$defs/T"}}, "required": ["t"]},
+    "an item": {"type": "array", "items": {"$ref": "#/$defs/T"}, "minItems": 1},
+    "all of": {"allOf": [{"$ref": "#/$defs/U"}, {"type": "integer"}]},
+}
+ENDING = {
+    "or null": {"type": "object", "properties": {"t": {"anyOf": [{"$ref": "#/$defs/T"}, {"type": "null"}]}}},
+    "or a number": {"type": ["object", "number"], "properties": {"t": {"$ref": "#/$defs/T"}}, "required": ["t"]},
+    "no item": {"type": "object", "properties": {"t": {"type": "array", "items": {"$ref": "#/$defs/T"}}}},
+    "not required": {"type": "object", "properties": {"t": {"$ref": "#/$defs/T"}}},
+    "two steps": {"anyOf": [{"$ref": "#/$defs/U"}, {"type": "boolean"}]},
+}
+
+
+def around(definition: dict) -> dict:
+    """A schema that leads to `definition` by a reference."""
+    properties = {"a": {"$ref": "#/$defs/T"}, "b": {"type": "integer"}}
+    return {"type": "object", "properties": properties, "$defs": {"T": definition, "U": {"$ref": "#/$defs/T"}}}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_schema_that_no_finite_value_fits_is_refused(serve, tiny, name):
+    schema = around(ENDLESS[name])
+    for each in (schema, {**schema, "required": ["a"]}, {"$ref": "#/$defs/T", "$defs": schema["$defs"]}):
+        with pytest.raises(Refused, match=r"\$defs\.[TU].*no finite value") as refused:
+            prepare(each, param="guided_json")
+        assert refused.value.code == "invalid_json_schema"
+    server = serve(tiny("scripted", tools="json_tools"))
+    assert chat(server, "x", guided_json=schema).error["param"] == "guided_json"
+    assert names(both(server, call_text("odd", a=1), tools=[tool("odd", schema), *TOOLS])) == ["odd"]
+    refused = chat(server, "x", tools=[tool("odd", schema, strict=True)])
+    assert (refused.status, refused.error["param"]) == (400, "tools[0].function.parameters")
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_a_recursion_that_may_end_is_held(name):
+    assert prepare(around(ENDING[name]), param="x").not_enforced == ()
+
+
+def test_a_long_chain_of_references_is_judged_in_no_time():
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(400)} | {"d400": {"type": "integer"}}
+    for definitions in (chain, dict(reversed(chain.items()))):
+        before = time.thread_time()
+        assert prepare({"$ref": "#/$defs/d0", "$defs": definitions}, param="x").not_enforced == ()
+        assert time.thread_time() - before < 5
+
+
+@pytest.mark.parametrize("call", [chat, chat_stream])
+def test_a_model_whose_calls_are_not_held_says_so(serve, tiny, call):
+    reply = call(serve(tiny("scripted")), "Hello", tools=TOOLS)
+    warning = '199 - "not enforced: tools (tool format: this model has none)"'
+    assert (reply.content, reply.headers["Warning"]) == ("Hello", warning)
+    assert "Warning" not in call(serve(tiny("scripted")), "Hello").headers
+    assert "Warning" not in call(serve(tiny("scripted")), "Hello", tools=TOOLS, tool_choice="none").headers
+    reply = call(serve(tiny("scripted", tools="pythonic")), "Hello", tools=TOOLS)
+    assert reply.headers["Warning"] == '199 - "not enforced: tools (tool format: no grammar for pythonic)"'
+    for _ in ("new", "seen"):
+        assert "Warning" not in call(serve(tiny("scripted", tools="json_tools")), "Hello", tools=TOOLS).headers
+
+
+def allowed(mode: str, *chosen: str) -> dict:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in chosen]}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_allowed_tools_in_auto_hold_the_calls_that_come(serve, tiny, path):
+    body = {"tools": TOOLS, "max_tokens": 300, **PATHS[path]}
+    server, text = serve(tiny("scripted", tools="json_tools")), call_text("get_weather", location="Paris")
+    assert names(both(server, text, tool_choice=allowed("auto", "ping"), **body)) == ["ping"]
+    assert names(both(server, text, tool_choice=allowed("auto", "ping", "get_weather"), **body)) == ["get_weather"]
+    reply = both(server, "Words.", tool_choice=allowed("required", "ping", "get_weather"), **body)
+    assert names(reply) and set(names(reply)) <= set(SCHEMAS) and not reply.content
+    shown = chat(server, "x", tools=TOOLS).usage["prompt_tokens"]
+    assert chat(server, "x", tools=TOOLS, tool_choice=allowed("auto", "ping")).usage["prompt_tokens"] == shown
+
+
+def test_a_name_that_is_declared_twice_is_refused(serve, tiny):
+    server = serve(tiny("scripted", tools="json_tools"))
+    for choice in ("auto", "required", named("ping")):
+        reply = chat(server, "x", tools=[*TOOLS, tool("ping")], tool_choice=choice)
+        assert (reply.status, reply.error["param"]) == (400, "tools[2].function.name")
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None, "required", named("ping"), allowed("auto", "ping")], ids=str)
+def test_no_tools_at_all(serve, tiny, choice):
+    server = serve(tiny("scripted", tools="json_tools"))
+    for tools in ({"tools": []}, {"tools": None}, {}):
+        reply = chat(server, "Words.", tool_choice=choice, **tools)
+        if choice in ("auto", "none", None):
+            assert (reply.content, reply.finish_reason) == ("Words.", "stop")
+        else:
+            assert (reply.status, reply.error["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_call_only_whatever_may_come(serve, tiny, path):
+    server = serve(tiny("scripted", tools="json_tools"))
+    text = call_text("ping") + "\n" + call_text("get_weather", location="Paris") + " and words"
+    body = {"tools": TOOLS, "parallel_tool_calls": False, "max_tokens": 300, **PATHS[path]}
+    for choice in ("auto", "required", allowed("auto", "ping"), allowed("required", "ping"), named("ping")):
+        reply = both(server, text, tool_choice=choice, **body)
+        assert (names(reply), reply.finish_reason, reply.content) == (["ping"], "tool_calls", "")
+    reply = both(server, "So: " + text, **body)
+    assert (names(reply), reply.content) == (["ping"], "So:")
+    assert both(server, "Words.", **body).content == "Words."
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("format_name", ["json_tools", "mistral"])
+def test_a_required_call_that_is_cut(serve, tiny, format_name, path):
+    server = serve(tiny("scripted", tools=format_name))
+    text = HEADS[format_name][0].format("get_weather") + '{"location": "Par' + "is" * 9
+    body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 14, **PATHS[path]}
+    whole, streamed = chat(server, text, **body), chat_stream(server, text, **body)
+    assert (whole.status, whole.finish_reason, whole.tool_calls) == (200, "length", [])
+    assert streamed.finish_reason == "length"
+    said = "".join(call["function"]["arguments"] for call in streamed.tool_calls) + streamed.content
+    assert whole.content and said in whole.content and whole.usage["completion_tokens"] == 14
+
+
+def test_a_batch_of_different_tools(serve, tiny):
+    """Each reply is held to its own tools, whatever stands beside it."""
+    server = serve(tiny("scripted", tools="json_tools"))
+    asked, wanted = [], []
+    for n in range(12):
+        schema = {"type": "object", "properties": {"n": {"const": n}}, "required": ["n"], "additionalProperties": False}
+        choice = ("auto", "required", named(f"t{n}"))[n % 3]
+        text = call_text(f"t{n}", n=(n, 99)[n % 2])  # a value that is its own, or nobody's
+        body = {"tools": [tool(f"t{n}", schema)], "tool_choice": choice, "parallel_tool_calls": False}
+        asked.append({"prompt": text, "max_tokens": 100, **body})
+        wanted.append([(f"t{n}", {"n": n})])
+    asked += [{"prompt": "Words.", "stream": True}, {"prompt": "Words.", "tools": TOOLS}]
+    replies = together(server, asked, stagger=0.01)
+    found = [
+        [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in reply.tool_calls]
+        for reply in replies
+    ]
+    assert found == [*wanted, [], []]
+    assert [reply.content for reply in replies[-2:]] == ["Words.", "Words."]
