@@ -57,7 +57,8 @@ def folder() -> Path:
         if hashlib.sha256(lines).hexdigest() != SHA256:
             raise RuntimeError(f"{PACKAGE} has other ranks than o200k_base")
         (new / "o200k_base.tiktoken").write_bytes(lines)
-        _tokenizer(ranks, source["pat_str"]).save(str(new / "tokenizer.json"))
+        names = {rank: SPECIAL.get(rank, f"<|reserved_{rank}|>") for rank in range(199998, WIDTH)}
+        byte_level_bpe(ranks, source["pat_str"], names).save(str(new / "tokenizer.json"))
         try:
             os.rename(new, CACHE)
         except OSError:  # another process was first
@@ -87,8 +88,11 @@ def _ranks(text: str) -> dict[bytes, int]:
     return ranks
 
 
-def _tokenizer(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
-    """tiktoken's merges by rank as tokenizers' list of merges: each way to put a token together, by its rank."""
+def byte_level_bpe(ranks: dict[bytes, int], pattern: str, special: dict[int, str]) -> Tokenizer:
+    """tiktoken's merges by rank as tokenizers' list of merges: each way to put a token together, by its rank.
+
+    `ranks`: the token of each text, in the order of merging. `special`: the names of the special tokens.
+    """
     letters = _byte_letters()
 
     def spell(data: bytes) -> str:
@@ -99,14 +103,13 @@ def _tokenizer(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
         ways = [(token[:n], token[n:]) for n in range(1, len(token)) if token[:n] in ranks and token[n:] in ranks]
         merges += sorted(ways, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
-    names = [(rank, SPECIAL.get(rank, f"<|reserved_{rank}|>")) for rank in range(199998, WIDTH)]
-    vocabulary |= {name: rank for rank, name in names}
+    vocabulary |= {name: token for token, name in special.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, [(spell(a), spell(b)) for a, b in merges], ignore_merges=False))
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for _, name in names])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special.values()])
     return tokenizer
 
 

@@ -32,8 +32,8 @@ class Model:
     """A tiny model's reply format, and what makes watchers for it."""
 
     def __init__(self, folder):
-        model, self.tokenizer = mlx_lm.load(str(folder))
-        self.form = ReplyFormat(self.tokenizer, output_width(model, self.tokenizer))
+        self.model, self.tokenizer = mlx_lm.load(str(folder))
+        self.form = ReplyFormat(self.tokenizer, output_width(self.model, self.tokenizer))
         self.ends = sorted(self.form.end_tokens)
         self.grammar_side = from_tokenizer(self.tokenizer._tokenizer, n_vocab=self.form.width, eos_token=self.ends)
 

@@ -1,7 +1,8 @@
 """A server that writes down what it does and when: `serve_private(..., module="timed_server", env={"TIMES": file})`.
 
 One JSON object a line, `at` in seconds of time.monotonic(), which all processes share. `what` is: tokenized (`prompt`),
-chunk or step (a call of the model with several tokens a row, or with one; `rows`), left (rows that left their batch
+inserted (into the batch, with so many logits `processors`), chunk or step (a call of the model with several tokens a
+row, or with one; `rows`), left (rows that left their batch
 before their end), over (a reply on the single path has ended), line (`text`, one of the log's lines of our own).
 STEP, CHUNK and LOAD in the environment are seconds that a step, a chunk and loading the model take longer than they do;
 UPSTREAM runs mlx_lm's own server.
@@ -45,6 +46,11 @@ def remove(batch, uids, *given, upstream, **named):
     return found
 
 
+def insert(batch, *given, upstream, logits_processors, **named):
+    note("inserted", processors=len(logits_processors[0]))
+    return upstream(batch, *given, logits_processors=logits_processors, **named)
+
+
 def tokenize(generator, tokenizer, request, *given, upstream):
     prompt = request.prompt if request.request_type == "text" else request.messages[-1]["content"]
     note("tokenized", prompt=prompt)
@@ -75,6 +81,7 @@ if __name__ == "__main__":
 
     wrap(server, "load", load)
     wrap(batch_generator, "remove", remove)
+    wrap(batch_generator, "insert_segments", insert)
     wrap(server.ResponseGenerator, "_tokenize", tokenize)
     wrap(server.ResponseGenerator, "_serve_single", serve_single)
     wrap(mlx_patched_server.Handler, "log_line", log_line)
