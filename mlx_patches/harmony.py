@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_patches.call_reader import CALL, Arguments, Closed, Dropped, Opened
 from mlx_patches.chat_messages import text_of
 from mlx_patches.harmony_headers import ANALYSIS, FINAL, TOOL, Names, Tokens, Words, body_kind, read_words
-from mlx_patches.reply_format import ANSWER, HEADER, MARKER, REASONING, START, Part, Parts, decode
+from mlx_patches.reply_format import ANSWER, HEADER, MARKER, REASONING, START, Part, Parts, decode, vocabulary_of
 
 REQUIRED = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 
@@ -66,7 +66,7 @@ class HarmonyFormat:
     """One tokenizer's Harmony: its markers' ids, and the headers that are asked for as tokens."""
 
     def __init__(self, tokenizer: Any, token_bytes: Callable[[int], bytes]):
-        vocabulary = tokenizer.get_vocab()
+        vocabulary = vocabulary_of(tokenizer)
         self.token_bytes = token_bytes
         self.ids = {name: vocabulary[name] for name in (*REQUIRED, "<|constrain|>", "<|return|>") if name in vocabulary}
         self.names = {token: name for name, token in self.ids.items()}
@@ -94,7 +94,7 @@ class HarmonyFormat:
 
     @staticmethod
     def spoken_by(tokenizer: Any) -> bool:
-        vocabulary = tokenizer.get_vocab()
+        vocabulary = vocabulary_of(tokenizer)
         return all(name in vocabulary for name in REQUIRED)
 
     def splitter(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -193,13 +193,17 @@ class ReplyFormat:
         """`width`: scores in the model's output row, which may be more than the tokenizer has tokens."""
         self.tokenizer = tokenizer
         self.width = width
+        vocabulary = vocabulary_of(tokenizer)
         self.named = min(width, named_tokens(tokenizer))
         self.end_tokens = frozenset(token for token in tokenizer.eos_token_ids if token < width)
         self.messages: Any = None  # how it writes several messages in a reply, where it does: a HarmonyFormat
-        # How the vocabulary is written: byte-level BPE has a letter for each byte, SentencePiece a bar for a blank.
-        vocabulary = tokenizer.get_vocab()
-        self._byte_level = "\u0120" in vocabulary and "\u2581" not in vocabulary
-        self._sentencepiece = not self._byte_level and "\u2581" in vocabulary
+        self._pieces: list = [None] * self.named
+        for piece, token in vocabulary.items():
+            if token < width:
+                self._pieces[token] = piece
+        spell = spelling(tokenizer._tokenizer, vocabulary)
+        self.exact_bytes = spell is not None  # else those of what a token decodes to by itself
+        self._spell = spell or (lambda token, piece: tokenizer.decode([token]).encode())
         self._bytes: dict[int, bytes] = {}
         self._rows: dict[tuple[str, int], mx.array] = {}
         self._words: dict[str, np.ndarray] = {}
@@ -208,19 +212,9 @@ class ReplyFormat:
         """The bytes that `token` adds to a text; a special token's are those of its name."""
         data = self._bytes.get(token)
         if data is None:
-            data = self._bytes[token] = self._spell(token)
+            piece = self._pieces[token] if token < self.named else None
+            data = self._bytes[token] = b"" if piece is None else self._spell(token, piece)
         return data
-
-    def _spell(self, token: int) -> bytes:
-        piece = self.tokenizer.convert_ids_to_tokens(token) if token < self.named else None
-        if piece is None:
-            return b""
-        if self._byte_level:
-            return byte_level(piece)
-        if self._sentencepiece:
-            byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
-            return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
-        return self.tokenizer.decode([token]).encode()
 
     def end_row(self, width: int) -> mx.array:
         """A mask, shape (width,), that allows only the end of the reply."""
@@ -242,22 +236,26 @@ class ReplyFormat:
         """
 
         def tidy():
-            named = set(range(min(width, self.named))) - (set() if may_end else self.end_tokens)
-            return (t for t in named if not self._continues(t) and missing_bytes(self.token_bytes(t)) <= missing)
+            continuing, lacking = self._edges
+            tokens = set(np.flatnonzero(~continuing & (lacking <= missing)).tolist())
+            return tokens if may_end else tokens - self.end_tokens
 
         return self._row(f"tidy {missing} {may_end}", width, tidy)
 
     def continuing_row(self, width: int) -> mx.array:
         """A mask, shape (width,): tokens that go on with a character that is begun, and begin none they do not end."""
 
-        def continuing():
-            named = filter(self._continues, range(min(width, self.named)))
-            return (token for token in named if not missing_bytes(self.token_bytes(token)))
+        def tokens():
+            continuing, lacking = self._edges
+            return np.flatnonzero(continuing & (lacking == 0)).tolist()
 
-        return self._row("continuing", width, continuing)
+        return self._row("continuing", width, tokens)
 
-    def _continues(self, token: int) -> bool:
-        return continues(self.token_bytes(token))
+    @functools.cached_property
+    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each token with a name: whether it begins inside a character, and the bytes that its last one lacks."""
+        spelled = [self.token_bytes(token) for token in range(self.named)]
+        return np.array([continues(data) for data in spelled]), np.array([missing_bytes(data) for data in spelled])
 
     def row_without(self, tokens: Iterable[int], width: int) -> mx.array:
         """A mask, shape (width,), that allows everything but `tokens`."""
@@ -308,18 +306,43 @@ class ReplyFormat:
         return at >= 0 and len(rest) <= 8 and not b"".join(map(self.token_bytes, rest)).strip()
 
 
-def byte_level(piece: str) -> bytes:
-    """The bytes of a token of a byte-level BPE vocabulary; a name with any other character stands for itself."""
+def spelling(plain: Any, vocabulary: Collection[str]) -> Callable[[int, str], bytes] | None:
+    """How a transformers tokenizer spells (a token, its name), or None where nothing tells."""
+    encoding: Any = getattr(plain, "model", None) or getattr(plain, "tokenizer", None)
+    if hasattr(encoding, "decode_single_token_bytes"):  # tiktoken
+        return lambda token, piece: encoding.decode_single_token_bytes(token)
+    if "\u2581" in vocabulary:
+        return sentencepiece
+    return byte_level if "\u0120" in vocabulary else None
+
+
+def sentencepiece(token: int, piece: str) -> bytes:
+    """SentencePiece has a bar for a blank, and <0x0A> for a byte."""
+    byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
+
+
+def byte_level(token: int, piece: str) -> bytes:
+    """Byte-level BPE has a letter for each byte; a name with any other character stands for itself."""
     from mlx_lm.tokenizer_utils import _byte_decoder
 
     table = _byte_decoder()
-    return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
+    try:
+        return bytes([table[letter] for letter in piece])
+    except KeyError:
+        return piece.encode()
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=1)
+def vocabulary_of(tokenizer: Any) -> dict[str, int]:
+    """The names of the tokens, and their ids: kept while a model is loaded, for it takes 0.15 s for 200,000."""
+    return tokenizer.get_vocab()
+
+
+@functools.lru_cache(maxsize=1)
 def named_tokens(tokenizer: Any) -> int:
     """One more than the highest token id that `tokenizer` has a name for."""
-    return 1 + max(tokenizer.get_vocab().values())
+    return 1 + max(vocabulary_of(tokenizer).values())
 
 
 class LearnsReplyFormat:

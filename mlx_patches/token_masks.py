@@ -20,7 +20,7 @@ class TokenMask:
         """`width`: tokens the mask covers, which must be the `n_vocab` of the LLTokenizer whose matchers fill it."""
         self.width = width
         self._words = np.zeros((width + 31) // 32, dtype=np.int32)
-        self._shown = np.zeros_like(self._words)
+        self._shown = b""
         self._row: mx.array | None = None
 
     def fill(self, matcher) -> None:
@@ -44,10 +44,12 @@ class TokenMask:
 
     def row(self, width: int) -> mx.array:
         """The mask as `width` booleans, shape (width,)."""
-        if self._row is None or self._row.size != width or not np.array_equal(self._words, self._shown):
-            self._shown[:] = self._words
-            bits = np.unpackbits(self._words.view(np.uint8), count=min(width, self.width), bitorder="little")
-            self._row = mx.array(np.pad(bits, (0, width - bits.size)).view(np.bool_))
+        words = self._words.tobytes()
+        if self._row is None or self._row.size != width or words != self._shown:
+            self._shown = words
+            bits = np.unpackbits(self._words.view(np.uint8), count=width, bitorder="little")
+            bits[self.width :] = 0
+            self._row = mx.array(bits.view(np.bool_))
         return self._row
 
 

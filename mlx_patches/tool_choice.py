@@ -31,7 +31,7 @@ from localServerCommon import Refused
 from mlx_patches.json_schemas import Dropped, Prepared, prepare
 from mlx_patches.reply_format import ANSWER, REASONING, Part, Parts, TokenSplitter, TokenState
 from mlx_patches.structured_output import Grammar, Kept
-from mlx_patches.tool_grammars import FORMATS, Calls, Tool, call_rules, literal
+from mlx_patches.tool_grammars import FORMATS, Calls, Specials, Tool, call_rules, literal
 
 ANY_OBJECT = Prepared('{"type":"object"}', (Dropped("parameters", "parameters", "no grammar holds them"),))
 PAUSE = 0.0001  # seconds between two tools, in which another thread gets the interpreter
@@ -175,7 +175,7 @@ class ToolFormat:
         if self.headed:
             self.start = self.end = ""
         added = tokenizer._tokenizer.added_tokens_decoder
-        self.specials = {token.content: number for number, token in added.items()}
+        self.specials = Specials((token.content, number) for number, token in added.items())
         self._made = Kept(64)  # an agent sends the same tools each turn
 
     def reply(self, rules: ToolRules, answer: Grammar | None, provider: Any) -> Grammar:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mlx_patches.argument_values import as_text, properties, referred
@@ -71,19 +72,13 @@ FORMATS = {
 }
 FORMATS["harmony"] = Format("{}\n", "")  # a call's header is not fed to the grammar: only its name, on a line
 FORMATS["laguna"] = FORMATS["glm47"]
-FORMATS["longcat"] = Format(
-    "{}",
-    "",
-    shape="tags",
-    parameter="<longcat_arg_key>{}</longcat_arg_key><longcat_arg_value>",
-    end="</longcat_arg_value>",
-)
+KEY, VALUE = "<longcat_arg_key>{}</longcat_arg_key>", "longcat_arg_value"
+FORMATS["longcat"] = Format("{}", "", shape="tags", parameter=f"{KEY}<{VALUE}>", end=f"</{VALUE}>")
 """By the name of mlx_lm's parser. A format that is not here is left free, and cannot be forced."""
 
 NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?/"
 PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
 ANNOTATIONS = {"title", "description", "$schema", "$id", "default", "examples", "$comment", "deprecated", "readOnly"}
-
 PLAIN_WORD = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -97,7 +92,7 @@ class Calls(NamedTuple):
     not_enforced: tuple[str, ...]
 
 
-def call_rules(form: Format, tools: list[Tool], specials: Mapping[str, int], several: bool) -> Calls:
+def call_rules(form: Format, tools: list[Tool], specials: Specials, several: bool) -> Calls:
     """The grammar of a block of calls. `several`: a block may hold more than one, where its format allows that."""
     writer = _Writer(form, specials)
     for tool in tools:
@@ -110,19 +105,26 @@ def call_rules(form: Format, tools: list[Tool], specials: Mapping[str, int], sev
     return Calls("\n".join(rules), tuple(writer.not_enforced))
 
 
-def literal(text: str, specials: Mapping[str, int]) -> str:
+class Specials(dict[str, int]):
+    """The special tokens of a vocabulary: their ids by their texts."""
+
+    @cached_property
+    def any_of(self) -> re.Pattern[str]:
+        return re.compile(f"({'|'.join(map(re.escape, sorted(self, key=len, reverse=True)))})")
+
+
+def literal(text: str, specials: Specials) -> str:
     """`text` as a Lark sequence, its special tokens by their ids."""
     if not specials:
         return json.dumps(text)  # ASCII: llguidance's Lark knows no U+007F
-    names = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
-    pieces = [piece for piece in re.split(f"({names})", text) if piece]
+    pieces = [piece for piece in specials.any_of.split(text) if piece]
     return " ".join(f"<[{specials[p]}]>" if p in specials else json.dumps(p) for p in pieces) or '""'
 
 
 class _Writer:
     """Writes the rules of each tool's call; rule names are numbered, so that none can clash."""
 
-    def __init__(self, form: Format, specials: Mapping[str, int]):
+    def __init__(self, form: Format, specials: Specials):
         self.form, self.specials = form, specials
         self.rules: list[str] = []
         self.not_enforced: list[str] = []

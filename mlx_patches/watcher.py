@@ -112,6 +112,7 @@ class Watcher:
         self._closing = splitter.closing if by_tokens else tokenizer.think_end_tokens or ()
         self._hold(matcher)
         self._fed: list[int] = []
+        self._earlier: dict[int, Any] = {}  # with guesses: the matcher before each of the last tokens fed
         self._taken: list[int] = []
         self._marks = [Mark(splitter.first)]
         self._reach = guesses + 2 if guesses else 1
@@ -286,9 +287,12 @@ class Watcher:
         return next((n for n in most if tuple(self._taken[-n:]) == marker[:n]), 0)
 
     def _feed(self, token: int) -> None:
+        if self._reach > 1:
+            self._earlier[len(self._fed)] = self._matcher.deep_copy()
+            self._earlier.pop(len(self._fed) - 2 * self._reach, None)
         if not self._matcher.consume_token(token):
             reason = self._matcher.get_error() or "it had ended"
-            raise RuntimeError(f"the grammar refused token {token}, which its own mask had allowed: {reason}")
+            raise RuntimeError(f"the grammar refused token {token}, which its mask had allowed: {reason}")
         self._fed.append(token)
 
     def _feed_up_to(self, mark: Mark) -> None:
@@ -296,13 +300,14 @@ class Watcher:
         if self._matcher is None:
             return
         wanted = [*mark.lead, *self._taken[mark.begin : mark.begin + mark.fed - len(mark.lead)]]
-        same = next(
-            (i for i, (a, b) in enumerate(zip(wanted, self._fed, strict=False)) if a != b),
-            min(len(wanted), len(self._fed)),
-        )
-        if same < len(self._fed) and not self._matcher.rollback(len(self._fed) - same):
-            self._matcher = self._pristine.deep_copy()
-            same = 0
+        both = zip(wanted, self._fed, strict=False)
+        same = next((i for i, (a, b) in enumerate(both) if a != b), min(len(wanted), len(self._fed)))
+        if same < len(self._fed):
+            # Not llguidance's rollback: after a mask behind a special token it is silently wrong.
+            self._earlier = {length: matcher for length, matcher in self._earlier.items() if length <= same}
+            if same not in self._earlier:
+                same = 0
+            self._matcher = self._earlier.get(same, self._pristine).deep_copy()
         self._fed = self._fed[:same]
         for token in wanted[same:]:
             # A mask between tokens: without one, llguidance's lexer can run out of its budget for good.

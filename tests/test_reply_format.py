@@ -250,7 +250,7 @@ def test_the_grammar_sees_the_same_bytes(forms, name):
 @given(data=st.data())
 def test_the_bytes_of_a_text_are_those_of_its_tokens(forms, name, data):
     form = forms[name]
-    text = data.draw(st.text(max_size=12))
+    text = data.draw(st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=12))
     tokens = form.tokenizer.encode("a" + text, add_special_tokens=False)
     assert b"".join(map(form.token_bytes, tokens)).decode().removeprefix(" ") == "a" + text
 

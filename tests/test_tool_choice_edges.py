@@ -11,6 +11,7 @@ from mlx_lm.tokenizer_utils import load
 
 from localServerCommon import Refused
 from mlx_patches.json_schemas import prepare
+from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import GrammarCompiler, build_tokenizer
 from mlx_patches.tool_choice import ToolFormat, read_tools
 from tests.client import both, chat, chat_stream, together
@@ -37,7 +38,7 @@ class Provider:
         self.tokenizer = load(folder)
         self.width = 1 + max(self.tokenizer.get_vocab().values())
         self.ready = threading.Event()
-        self.compiler = GrammarCompiler(build_tokenizer(self.tokenizer, self.width, self.tokenizer.eos_token_ids))
+        self.compiler = GrammarCompiler(build_tokenizer(ReplyFormat(self.tokenizer, self.width)))
 
     @property
     def grammars(self):

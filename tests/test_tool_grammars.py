@@ -24,6 +24,7 @@ from mlx_lm.tokenizer_utils import load
 
 from localServerCommon import Refused
 from mlx_patches.json_schemas import prepare
+from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import build_tokenizer
 from mlx_patches.tool_arguments import Calls
 from mlx_patches.tool_grammars import FORMATS, Tool, call_rules, literal
@@ -41,7 +42,7 @@ def vocabulary():
     width = 1 + max(tokenizer.get_vocab().values())
     spelled = [tokenizer.decode([token]) for token in range(width)]
     ends = np.array([text in ENDS for text in spelled])
-    return tokenizer, build_tokenizer(tokenizer, width, tokenizer.eos_token_ids), ends
+    return tokenizer, build_tokenizer(ReplyFormat(tokenizer, width)), ends
 
 
 def walk(matcher: LLMatcher, rng) -> str | None:

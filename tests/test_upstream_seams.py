@@ -27,6 +27,11 @@ def start(path: str, *flags: str) -> subprocess.CompletedProcess:
 def test_the_installed_version_is_the_pinned_one():
     assert seams.check() is None
     assert mlx_lm.__version__ == seams.PIN
+    assert seams.source_hash() == seams.SOURCE
+
+
+def test_every_seam_has_the_fingerprint_of_the_pinned_version():
+    assert seams.changed_seam() is None
 
 
 def test_every_seam_belongs_to_a_room():
@@ -90,3 +95,9 @@ def copied(tmp_path):
 def test_a_changed_seam_is_refused(copied, old, new, sentence):
     done = start(copied(old, new), "--model", "nowhere")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
+
+
+def test_a_change_that_is_at_no_seam_does_not_matter(copied):
+    done = start(copied("import argparse\n", "import argparse  # as ever\n"), "--model", "/nowhere")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1] == "cannot load /nowhere: there is no such folder"

@@ -29,6 +29,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from localServerCommon import Refused
+from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import Grammar, GrammarCompiler, build_tokenizer, read_grammar
 from mlx_patches.token_masks import TokenMask, keep
 from tests.bench.mask_comparison import Followed, Found, Reply, figures, masks_of, peer_results, peer_table, taken_of
@@ -200,7 +201,7 @@ def _tables(short: bool) -> Iterator[str]:
     yield "| --- " * 12 + "|"
     for size in SHORT_SIZES if short else SIZES:
         words = vocabulary(size)
-        tokenizer = build_tokenizer(words.tokenizer, words.width, [words.end])
+        tokenizer = build_tokenizer(ReplyFormat(words.tokenizer, words.width))
         given = [replies(case, words) for case in sample]
         found, of_size = follow_each(tokenizer, grammars, given)
         rows = of_size.pop("row")
