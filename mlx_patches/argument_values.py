@@ -46,6 +46,13 @@ def plain_word(word: str) -> str:
     return WORDS.get(word) or quoted(word)
 
 
+def types_of_word(word: str) -> set[str]:
+    """The types that a JSON value has as a word: `5` is a number and an integer, a string is none."""
+    if is_number(word):
+        return {"number", "integer"} if word.lstrip("-").isdigit() else {"number"}
+    return {"null"} if word == "null" else {"boolean"} if word in ("true", "false") else set()
+
+
 class JsonValue:
     """One JSON value, read as it comes. `feed` gives what is decided of it as valid JSON.
 

@@ -17,12 +17,13 @@ the arguments are JSON they are sent while they are written, always a beginning 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mlx_patches.argument_values import JsonValue
 from mlx_patches.reply_format import ANSWER, MARKER, REASONING, Part, Parts, TextSplitter
 from mlx_patches.tool_arguments import Calls
+from mlx_patches.tool_choice import ToolRules
 from mlx_patches.tool_dialects import Broken, Call, Open
 
 CALL = "call"
@@ -75,10 +76,14 @@ class Early(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A text after an opening marker. `origin`: the state it stood in; `tried`: up to where closing markers are."""
+    """A text after an opening marker. `origin`: the state it stood in; `tried`: up to where closing markers are.
+
+    `named`: it follows words and a blank, as in prose that names the marker; a call stands by itself.
+    """
 
     origin: str
     marker: str
+    named: bool = False
     body: str = ""
     tried: int = 0
     early: Early = Early()
@@ -103,8 +108,9 @@ class CallReader:
 
     exact = by_tokens = False
 
-    def __init__(self, inner: TextSplitter, calls: Calls):
-        self._inner, self._calls = inner, calls
+    def __init__(self, inner: TextSplitter, calls: Calls, fits: Callable[[str, str], bool] = lambda *call: True):
+        """`fits`: whether a call that no grammar saw may come, by its name and arguments; it may take its time."""
+        self._inner, self._calls, self._fits = inner, calls, fits
         self.first = State(inner.first, bare=bool(calls.tools))
 
     def units(self, text: str) -> int:
@@ -113,9 +119,9 @@ class CallReader:
     def kind(self, state: State) -> str:
         return "tool" if state.call is not None else self._inner.kind(state.inner)
 
-    def lead(self, state: State) -> tuple[int, ...]:
-        """What the grammar has before a block that begins."""
-        return ()
+    def lead(self, state: State) -> tuple[int, ...] | None:
+        """What the grammar has before a block that begins; None where it is not to hold it."""
+        return None if state.call is not None and state.call.named else ()
 
     def name_row(self, state: State, width: int) -> None:
         """No mask: a name stands in the block."""
@@ -141,8 +147,9 @@ class CallReader:
             state = self._say(state, part, parts)
         if state.held.strip() and not cut:
             try:
-                steps = self._steps(self._calls.read_bare(state.held), Early())
-                return [*parts, Part(CALL, "", state.owed, steps)]
+                calls = self._calls.read_bare(state.held)
+                if all(self._fits(call.name, call.arguments) for call in calls):
+                    return [*parts, Part(CALL, "", state.owed, self._steps(calls, Early()))]
             except Broken:
                 pass
         if state.called and not state.held.strip():
@@ -180,9 +187,11 @@ class CallReader:
 
     def _hold(self, state: State, origin: str, marker: str, parts: Parts) -> State:
         """The marker of a call is complete."""
+        begins = state.bare or state.called
         if origin != REASONING:
             state = self._answer(state._replace(bare=False), "", parts)
-        return state._replace(call=Held(origin, marker))
+        named = not begins and state.held != "" and "\n" not in state.held
+        return state._replace(call=Held(origin, marker, named))
 
     def _judge(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
         """(the state after what is known of a held text, what of it is still to be read)."""
@@ -232,7 +241,7 @@ class CallReader:
         """(where the block may end, whether a closing marker stands there, whether to read loosely), best first."""
         end = self._calls.end
         if cut:
-            yield self._before_end(body, last=True), False, True
+            yield self._before_end(body, closed=False), False, True
             return
         yield len(body), False, False
         at = body.find(end) if end else -1
@@ -241,11 +250,12 @@ class CallReader:
             at = body.find(end, at + len(end))
         yield len(body), False, True
 
-    def _before_end(self, body: str, last: bool = False) -> int:
-        """How much of `body` comes before a closing marker, or what may be the beginning of one. `last`: only that."""
+    def _before_end(self, body: str, start: int = 0, closed: bool = True) -> int:
+        """Where in `body`, from `start` on, a closing marker begins (if `closed`), or what may become one."""
         end = self._calls.end
-        at = body.find(end) if end and not last else -1
-        return at if at >= 0 else len(body) - next((n for n in range(len(end) - 1, 0, -1) if body.endswith(end[:n])), 0)
+        at = body.find(end, start) if end and closed else -1
+        partial = next((n for n in range(len(end) - 1, 0, -1) if body.endswith(end[:n])), 0)
+        return at if at >= 0 else max(start, len(body) - partial)
 
     def _found(self, state: State, held: Held, calls: list[Call], used: int, parts: Parts) -> State:
         """The first `used` characters of the held text are `calls`."""
@@ -319,12 +329,12 @@ class CallReader:
         if head is None:
             return held
         body, early = held.body, held.early
-        # Not beyond what may be a closing marker: whether that is text is decided later.
-        limit = self._before_end(body)
+        # Not beyond what may be a closing marker, but in a string: what it is there is decided later.
+        limit = self._before_end(body, early.at)
         steps: list[Any] = []
         while True:
             if early.value is None:
-                found = head.match(body, early.at, limit)
+                found = head.match(body, early.at, limit) if early.done != self._calls.most else None
                 if found is None:
                     break
                 known = found["name"] in self._calls.tools
@@ -338,6 +348,9 @@ class CallReader:
                 early = early._replace(value=JsonValue(), at=found.start("open"), sent=0)
             value = early.value.copy()  # type: ignore[union-attr]
             piece = value.feed(body[early.at : limit])
+            while value.in_string and limit < len(body):
+                at, limit = limit, self._before_end(body, limit + 1)
+                piece += value.feed(body[at:limit])
             if piece:
                 steps.append(Arguments(piece))
             early = early._replace(value=value, at=limit, sent=early.sent + len(piece))
@@ -366,10 +379,19 @@ class CallReader:
         return tuple(steps)
 
 
-def reading_calls(splitter: TextSplitter, tokenizer: Any, tools: Any) -> TextSplitter | CallReader:
-    """`splitter`, or one around it that reads calls. `tokenizer`: mlx_lm's TokenizerWrapper."""
+def reading_calls(
+    splitter: TextSplitter,
+    tokenizer: Any,
+    tools: Any,
+    rules: ToolRules | None = None,
+    fits: Callable[[str, str], bool] = lambda name, arguments: True,
+) -> TextSplitter | CallReader:
+    """`splitter`, or one around it that reads calls. `tokenizer`: mlx_lm's TokenizerWrapper.
+
+    `rules`, `fits` (of a name and arguments): what a call must be that no grammar saw.
+    """
     name = tokenizer.tool_parser.__module__.rpartition(".")[2] if tokenizer.has_tool_calling else None
     if name is None and not tools:
         return splitter
     start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    return CallReader(splitter, Calls(name, tokenizer.tool_parser, start, end, tools))
+    return CallReader(splitter, Calls(name, tokenizer.tool_parser, start, end, tools, rules), fits)

@@ -18,7 +18,9 @@ import logging
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from queue import Empty, Queue
+from threading import Thread
 from typing import Any, NamedTuple
 
 from localServerCommon import Refused, finite
@@ -112,6 +114,7 @@ class ReplyReader:
         self._held = ""
         self._calls = 0  # that are whole
         self._opened = 0
+        self._ids: set[str] = set()
         self._waiting: list[CallOpened | CallArguments] = []  # of a call that is not whole
         self._cut = False
         self._stopped = False
@@ -229,7 +232,10 @@ class ReplyReader:
                 case Opened(call_id, name, known):
                     if not known:
                         logging.warning("A call of %r, which is no tool of the request", name)
-                    self._waiting.append(CallOpened(self._opened, call_id or str(uuid.uuid4()), name))
+                    if not call_id or call_id in self._ids:
+                        call_id = str(uuid.uuid4())
+                    self._ids.add(call_id)
+                    self._waiting.append(CallOpened(self._opened, call_id, name))
                     self._opened += 1
                 case Arguments(text):
                     self._waiting.append(CallArguments(self._opened - 1, text))
@@ -298,15 +304,28 @@ class StreamsReplies:
                         return
                     yield None  # a long call's tokens are no event until it is whole
             raise Refused("the reply ended early", status=500)
+        except GeneratorExit:
+            args.left = not self._is_distributed
+            raise
         finally:
             args.cancelled = not self._is_distributed  # ranks agree on `context.stop` only
             if context is not None:
                 context.stop()
 
     def prepare(self, request: Any, args: Any) -> None:
-        """What a request needs that takes time and no generation thread, whose own look-up finds it in a cache."""
+        """What a request with a grammar or tools needs that takes time and no generation thread.
+
+        Its thread is its own; the generation thread's look-up finds it in a cache.
+        """
         if args.ask.grammar is not None and self.model_provider.model is not None:
             self.model_provider.grammars.matcher(args.ask.grammar)
+
+    def _prepare_for(self, prepared: Future, request: Any, args: Any) -> None:
+        try:
+            self.prepare(request, args)
+            prepared.set_result(None)
+        except BaseException as fault:
+            prepared.set_exception(fault)
 
     def forget(self, queue: Queue) -> None:
         """The request whose queue this was is over; for a room that keeps count."""
@@ -315,7 +334,12 @@ class StreamsReplies:
         """What mlx_lm's loop puts on the request's queue, and None for each TICK without it."""
         while not self.model_provider.settled.wait(self.TICK):
             yield None
-        self.prepare(request, args)
+        if args.ask.grammar is not None or args.ask.tools is not None:
+            prepared: Future = Future()
+            Thread(target=self._prepare_for, args=(prepared, request, args), daemon=True).start()
+            while not wait([prepared], self.TICK).done:
+                yield None  # a client that leaves meanwhile is seen
+            prepared.result()
         queue = Replies(args)
         if not self.generation_available():
             raise Refused("the model cannot reply", status=503, code="unavailable")

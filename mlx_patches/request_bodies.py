@@ -259,8 +259,8 @@ def read_template_kwargs(body: dict, values: dict[str, Any], flags: Any) -> dict
 class Arguments(server.GenerationArguments):
     """mlx_lm's arguments of one request, its Ask, and what `_tokenize` hangs on it (never shared between ranks).
 
-    `begun`: it no longer waits; `cancelled`: nobody reads its reply any more; `fault`: what ended it; `keep(tokens,
-    cache)` puts a row's cache into the prompt cache.
+    `begun`: it no longer waits; `cancelled`: nobody reads its reply any more; `left`: and it had not ended; `fault`:
+    what ended it; `keep(tokens, cache)` puts a row's cache into the prompt cache.
     """
 
     def __init__(self, ask: Ask, **arguments: Any):
@@ -268,7 +268,7 @@ class Arguments(server.GenerationArguments):
         self.ask = ask
         self.splitter = None
         self.watcher = None
-        self.begun = self.cancelled = False
+        self.begun = self.cancelled = self.left = False
         self.fault = None
         self.keep = None
 
@@ -280,6 +280,9 @@ def read_request(body: dict, chat: bool, flags: Any) -> tuple[server.CompletionR
     ask = read_ask(body, values, flags)
     logprobs, top_logprobs = read_logprobs(body, chat)
     if chat:
+        for field, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+            if body.get(field) is not None:
+                raise Refused(f"{field} is not supported: use {instead}", param=field)
         tools, ask.tools = read_tools(body)
         ask.no_calls = body.get("tool_choice") == "none"
         request = server.CompletionRequest("chat", "", read_messages(body), tools, values["role_mapping"])

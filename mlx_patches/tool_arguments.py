@@ -23,7 +23,8 @@ from typing import Any
 import regex
 
 from mlx_patches.argument_values import declared
-from mlx_patches.tool_dialects import Broken, Call, Open, Scope, json_call
+from mlx_patches.tool_choice import ToolRules
+from mlx_patches.tool_dialects import NAME, Broken, Call, Open, Scope, json_call
 from mlx_patches.tool_formats import FORMATS, SECOND_CHANCE, Format, read_all
 
 LEAD = r"(?:<\|python_tag\|>|```\w*\s|<tools>)?"
@@ -33,20 +34,26 @@ WRAPPED = re.compile(rf"\s*{LEAD}(.*?)(?:```|</tools>)?\s*", re.DOTALL)
 class Calls:
     """How one model's calls are read for one request."""
 
-    def __init__(self, name: str | None, parser: Any, start: str, end: str, tools: Any):
-        """`name`: of mlx_lm's parser module; `parser`: its function, for what no row of FORMATS reads."""
+    def __init__(self, name: str | None, parser: Any, start: str, end: str, tools: Any, rules: ToolRules | None = None):
+        """`name`: of mlx_lm's parser module; `parser`: its function, for what no row of FORMATS reads.
+
+        `rules`: which calls may come; where no grammar sees one, they are held to here.
+        """
         self.tools = declared(tools)
+        may_come = self.tools if rules is None else {tool.name for tool in rules.tools}
+        self._may_come = {name: schema for name, schema in self.tools.items() if name in may_come}
+        self.most = None if rules is None or rules.several else 1
         self.start, self.end = start, end
         self._sent_tools = tools
         self.form = FORMATS.get(name or "")
         self._parser = parser if name in ("kimi_k2", "glm47", "longcat") or self.form is None else None
         quotes = "\"'" if name == "minicpm5" else ""
-        word = r"[\w:/-]+(?:\.[\w:/-]+)*"
-        self._viable = re.compile(
-            rf"\s*(?:$|[{{\[{quotes}]|`(?:$|`)|<(?:$|[\w|])|{word}(?:\.$|\s*(?:$|[\[{{(>{quotes}]|<(?:$|[\w|]))))"
-        )
+        # A dot before a blank ends a sentence, if no tool's name.
+        word = "|".join([rf"{NAME}(?<!\.)", *(re.escape(name) for name in self.tools if name.endswith("."))])
+        begun = rf"(?:{NAME}|(?:{word})\s+)(?:$|[\[{{(>{quotes}]|<(?:$|[\w|]))"
+        self._viable = re.compile(rf"\s*(?:$|[{{\[{quotes}]|`(?:$|`)|<(?:$|[\w|])|{begun})")
         # As a beginning of an answer that is nothing but calls: brackets, a first name, a tool's name.
-        names = "|".join(re.escape(json.dumps(name, ensure_ascii=False)) for name in self.tools)
+        names = "|".join(re.escape(json.dumps(name, ensure_ascii=False)) for name in self._may_come)
         self._bare = self._bare_pattern(names)
 
     @staticmethod
@@ -67,13 +74,15 @@ class Calls:
         """(the calls that `body` begins with, what follows). Raises Broken, or Open. The flags are Scope's."""
         if self.form is not None:
             try:
-                return read_all(body, self.form, Scope(self.tools, loose, ended, known))
+                tools = self._may_come if known else self.tools
+                calls, rest = read_all(body, self.form, Scope(tools, loose, ended, known))
+                return calls[: self.most], rest
             except Broken:
                 pass
         if not ended:
             raise Broken
         if self._parser is not None and (calls := self._read_upstream(body, known)):
-            return calls, ""
+            return calls[: self.most], ""
         return self._second_chance(body, SECOND_CHANCE), ""
 
     def read_bare(self, answer: str) -> list[Call]:
@@ -84,7 +93,7 @@ class Calls:
         text = WRAPPED.fullmatch(text)[1]  # type: ignore[index]
         for form in forms:
             try:
-                return read_all(text, form, Scope(self.tools, known=True))[0]
+                return read_all(text, form, Scope(self._may_come, known=True))[0][: self.most]
             except (Broken, Open):
                 continue
         raise Broken
@@ -102,7 +111,7 @@ class Calls:
         except Exception as fault:  # whatever a parser makes of a model's text
             logging.debug("mlx_lm's parser: %r", fault)
             return []
-        if len(calls) != len(found) or (known and not all(call.name in self.tools for call in calls)):
+        if len(calls) != len(found) or (known and not all(call.name in self._may_come for call in calls)):
             return []
         if self.form is not None:
             said = {word for call in calls for word in WORD.findall(f"{call.name} {call.id} {call.arguments}")}

@@ -13,6 +13,7 @@ is left free, and a request that would force it is refused.
 
 What always holds: a tool that no grammar holds takes no other down. And calls in free text never keep its first token
 waiting: their grammar is made in a thread beside, which gives way to the others, and is waited for where a call begins.
+It is given up once all who asked for it have left.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
+from llguidance import LLMatcher
+
 from localServerCommon import Refused
+from mlx_patches.argument_values import properties, property_schema
 from mlx_patches.json_schemas import Dropped, Prepared, prepare
-from mlx_patches.reply_format import ANSWER, REASONING, Part, Parts, TokenSplitter, TokenState
 from mlx_patches.structured_output import Grammar, Kept
 from mlx_patches.tool_grammars import FORMATS, Calls, Specials, Tool, call_rules, literal
 
 ANY_OBJECT = Prepared('{"type":"object"}', (Dropped("parameters", "parameters", "no grammar holds them"),))
 PAUSE = 0.0001  # seconds between two tools, in which another thread gets the interpreter
-WAIT = 5.0  # seconds that a call waits for its grammar; its batch waits with it
+WAIT = 1.0  # seconds that a call waits for its grammar; its batch waits with it
+LARGE = 30_000  # characters of a set's schemas, beyond which no small set waits behind it
 NAME = re.compile(r"[\w.:/@-]{1,128}", re.ASCII)
 LINE = r'"\n"'
 BREAK = r"(/\n{1,2}/)?"  # between thinking, calls, and calls
@@ -159,8 +164,11 @@ def _declared(function: dict, at: int) -> Declared:
     return declared
 
 
+Left = Callable[[], bool]
+"""Whether the client that asked is gone. One whose reply has ended is not: its next turn has the same tools."""
+STAYS: Left = lambda: False  # noqa: E731
 _as_json = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
-_beside = ThreadPoolExecutor(2, "tool grammars")
+_beside = [ThreadPoolExecutor(2, f"{size} tool grammars") for size in ("small", "large")]
 
 
 class ToolFormat:
@@ -177,27 +185,56 @@ class ToolFormat:
         added = tokenizer._tokenizer.added_tokens_decoder
         self.specials = Specials((token.content, number) for number, token in added.items())
         self._made = Kept(64)  # an agent sends the same tools each turn
+        self._askers: dict[Hashable, list[Left]] = {}  # of what is in the making
+        self._asking = Lock()
 
-    def reply(self, rules: ToolRules, answer: Grammar | None, provider: Any) -> Grammar:
+    def reply(self, rules: ToolRules, answer: Grammar | None, provider: Any, left: Left = STAYS) -> Grammar:
         """What holds the whole reply: calls, or else `answer`. Raises Refused (400)."""
         write = lambda calls: self._reply(calls, rules, answer)  # noqa: E731
-        return self._made.of((rules, answer), lambda: self._make(rules, write, provider)).result()
+        return self._ask((rules, answer), lambda pause: self._make(rules, write, provider, pause), left).result()
 
-    def block(self, rules: ToolRules, provider: Any) -> Future[Grammar]:
+    def block(self, rules: ToolRules, provider: Any, left: Left = STAYS) -> Future[Grammar]:
         """What holds a block of calls, from after its opening marker to its closing one. Raises Refused (400).
 
         In the making, unless it has been made or a strict tool must be judged before the reply begins.
         """
         now = any(tool.strict for tool in rules.tools)
-        make = lambda: self._make(rules, self._block, provider, patient=not now)  # noqa: E731
-        made = self._made.of(rules, make, (lambda work: work()) if now else _beside.submit)
+        beside = _beside[sum(len(tool.text) for tool in rules.tools) > LARGE]
+        make = lambda pause: self._make(rules, self._block, provider, pause)  # noqa: E731
+        made = self._ask(rules, make, left, None if now else beside)
         if now:
             made.result()
         return made
 
-    def matcher_later(self, rules: ToolRules, provider: Any) -> Callable[[], Any]:
+    def _ask(self, key: Hashable, make: Callable, left: Left, beside: ThreadPoolExecutor | None = None) -> Future:
+        """What `make(pause)` gives, made by this thread or `beside`, and given up once all who asked have left."""
+        works: list[Callable[[], None]] = []
+        with self._asking:
+            askers = self._askers.get(key, [])
+            if all(gone() for gone in askers):
+                if (given_up := self._made.get(key)) is not None and not given_up.done():
+                    self._made.forget(key, given_up)
+                askers = self._askers[key] = []
+            askers.append(left)
+            pause = lambda: self._pause(askers, PAUSE if beside else 0)  # noqa: E731
+            made = self._made.of(key, lambda: make(pause), works.append)
+        made.add_done_callback(lambda _: self._askers.get(key) is askers and self._askers.pop(key))
+        for work in works:
+            beside.submit(work) if beside else work()
+        return made
+
+    def _pause(self, askers: list[Left], seconds: float) -> None:
+        """Let other threads go first. Raises CancelledError where nobody waits any more."""
+        time.sleep(seconds)
+        with self._asking:
+            if all(gone() for gone in askers):
+                askers.clear()
+                logging.info("a grammar of tools is given up, for its clients have left")
+                raise CancelledError
+
+    def matcher_later(self, rules: ToolRules, provider: Any, left: Left = STAYS) -> Callable[[], Any]:
         """A function that gives the matcher of a block, or None where there is none. It waits, and never raises."""
-        made = self.block(rules, provider)
+        made = self.block(rules, provider, left)
 
         def matcher():
             try:
@@ -212,19 +249,19 @@ class ToolFormat:
 
         return matcher
 
-    def _make(self, rules: ToolRules, write: Callable, provider: Any, patient: bool = False) -> Grammar:
+    def _make(self, rules: ToolRules, write: Callable, provider: Any, pause: Callable[[], Any] = bool) -> Grammar:
         """A grammar that is compiled. Tools of which it does not compile may have any object, and the longest where
         all together are too much. Raises Refused (400) where one of those is strict, or nothing compiles.
 
-        `patient`: other threads go first.
+        `pause` is called between two tools, and what it raises ends the making.
         """
         tools, compiler = [], provider.grammars
         for tool in rules.tools:
+            pause()
             tools.append(tool.prepared())
-            if patient:
-                time.sleep(PAUSE)
         alone = True
         while True:
+            pause()
             calls = self._calls(rules, tools)
             for tool in (each for each in rules.tools if each.strict):
                 lost = [line for line in calls.not_enforced if line.startswith(f"{tool.name}: ")]
@@ -238,7 +275,7 @@ class ToolFormat:
                 held = [at for at, tool in enumerate(tools) if tool.prepared is not ANY_OBJECT]
                 if not held:
                     raise
-                loose = [at for at in held if not self._compiles(rules, tools[at], compiler)] if alone else []
+                loose = [at for at in held if alone and (pause() or not self._compiles(rules, tools[at], compiler))]
                 loose = loose or sorted(held, key=lambda at: len(tools[at].prepared.text))[len(held) // 2 :]
                 for at in loose:
                     tools[at] = Tool(tools[at].name, ANY_OBJECT)
@@ -280,6 +317,33 @@ class ToolFormat:
         return literal(text, self.specials) if text else ""
 
 
+def fits(rules: ToolRules, name: str, arguments: str, provider: Any) -> bool:
+    """Whether a call that no grammar saw may come: of a strict tool, only with arguments (JSON) that fit its schema.
+
+    Of another tool with any: a grammar wants an order of names and a spelling that validity does not.
+    """
+    tool = next((tool for tool in rules.tools if tool.name == name and tool.strict), None)
+    if tool is None:
+        return True
+    try:
+        text = json.dumps(_in_order(json.loads(arguments), json.loads(tool.text)), ensure_ascii=False)
+        grammar = Grammar(LLMatcher.grammar_from_json_schema(tool.prepared().prepared.text), tool.param, "tools")
+        return provider.grammars.allows(grammar, text)
+    except (ValueError, RecursionError):  # nested too deeply, or a number of too many digits
+        return False
+
+
+def _in_order(value: Any, schema: Any) -> Any:
+    """`value`, the members of each object in the order in which its schema names them."""
+    if isinstance(value, list):
+        items = schema.get("items") if isinstance(schema, dict) else None
+        return [_in_order(each, items) for each in value]
+    if isinstance(value, dict):
+        order = [*(name for name in properties(schema) if name in value), *value]
+        return {name: _in_order(value[name], property_schema(schema, name)) for name in order}
+    return value
+
+
 def _only_grammar(answer: Grammar) -> dict:
     if answer.source.startswith("{"):
         return json.loads(answer.source)["grammars"][0]
@@ -287,70 +351,6 @@ def _only_grammar(answer: Grammar) -> dict:
 
 
 tool_format = lru_cache(2)(ToolFormat)  # one a loaded model
-
-
-class CallState(NamedTuple):
-    """A TokenState, and where the answer stands: `said` and `held` (tokens) while it may yet be a call; `inner`, the
-    state of mlx_lm's machine once it is one; `plain` once it is none."""
-
-    phase: str
-    matched: int = 0
-    pending: bytes = b""
-    said: str = ""
-    held: int = 0
-    inner: tuple | None = None
-    plain: bool = False
-
-
-class CallSplitter(TokenSplitter):
-    """A TokenSplitter whose answer, where it begins with a call's marker, is read by `inner`, which reads calls."""
-
-    def __init__(self, outer: TokenSplitter, inner: Any, marker: str):
-        super().__init__(outer.opening, outer.closing, outer._bytes, outer.first.phase)
-        self._inner, self._marker = inner, marker
-        self.first = CallState(*self.first)
-
-    def split(self, state: CallState, token: int, text: str = "") -> tuple[CallState, Parts]:
-        outer, parts = super().split(TokenState(*state[:3]), token)
-        state, read = CallState(*outer, *state[3:]), []
-        for part in parts:
-            if part.kind == ANSWER:
-                state, more = self._answer(state, part)
-                read += more
-            else:
-                read.append(part)
-        return state, read
-
-    def _answer(self, state: CallState, part: Part) -> tuple[CallState, Parts]:
-        if state.plain:
-            return state, [part]
-        said, held = state.said + part.text, state.held + part.units
-        inner = state.inner
-        if inner is None:
-            begun = said.lstrip()
-            if begun.startswith(self._marker):
-                inner = self._inner.first
-            elif self._marker.startswith(begun):
-                return state._replace(said=said, held=held), []
-            else:
-                return state._replace(said="", held=0, plain=True), [Part(ANSWER, said, held)]
-        inner, pieces = self._inner.split(inner, 0, said)
-        pieces = [piece._replace(units=held * (not at)) for at, piece in enumerate(pieces)]
-        return state._replace(said="", held=0 if pieces else held, inner=inner), pieces
-
-    def flush(self, state: CallState, cut: bool = False) -> Parts:
-        last = super().flush(state)
-        if state.inner is None:
-            return [Part(ANSWER, state.said, state.held), *last] if state.said else last
-        # A character that is not whole is the call's too. Units are characters there, and tokens here.
-        inner, pieces = self._inner.split(state.inner, 0, last[0].text)
-        pieces += self._inner.flush(inner, cut)
-        return [piece._replace(units=state.held * (not at)) for at, piece in enumerate(pieces)]
-
-    def kind(self, state: CallState) -> str:
-        if state.phase != REASONING and state.inner is not None:
-            return self._inner.kind(state.inner)
-        return TokenSplitter.kind(state)
 
 
 class ChoosesTools:
@@ -361,7 +361,7 @@ class ChoosesTools:
         if ask.tools is not None and provider.model is not None:
             form = tool_format(provider.tokenizer)
             if form.form is not None:
-                self._hold(form, ask)
+                self._hold(form, ask, lambda: args.left)
             elif ask.tools.required:
                 what = "has no tool format" if form.name is None else f"writes {form.name} calls"
                 message = f"this model's tool format cannot be forced: it {what}"
@@ -372,15 +372,15 @@ class ChoosesTools:
                 logging.warning("not enforced: %s", *ask.free)
         super().prepare(request, args)
 
-    def _hold(self, form: ToolFormat, ask: Any) -> None:
+    def _hold(self, form: ToolFormat, ask: Any, left: Left) -> None:
         provider, rules = self.model_provider, ask.tools
         if rules.required or ask.grammar is not None:
             answer = None if rules.required else ask.grammar
             if answer is not None:
                 provider.grammars.matcher(answer)  # what is wrong with it alone is no tool's fault
-            ask.grammar, ask.calls_in_grammar = form.reply(rules, answer, provider), True
+            ask.grammar, ask.calls_in_grammar = form.reply(rules, answer, provider, left), True
         else:
-            form.block(rules, provider).add_done_callback(lambda made: _note_free(ask, made))
+            form.block(rules, provider, left).add_done_callback(lambda made: _note_free(ask, made))
 
 
 def _note_free(ask: Any, made: Future[Grammar]) -> None:

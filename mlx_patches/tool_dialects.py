@@ -23,6 +23,7 @@ from mlx_patches.argument_values import (
     python_value,
     quoted,
     types,
+    types_of_word,
     whole_value,
 )
 
@@ -57,6 +58,7 @@ class Scope(NamedTuple):
 
 
 Reader = Callable[[str, int, Scope], tuple[list[Call], int]]
+NAME = r"[\w.:/@-]+"  # as tool_choice.NAME has it
 
 
 def skip(text: str, at: int) -> int:
@@ -158,11 +160,9 @@ def _call_of(found: dict[str, tuple[str, str]], scope: Scope) -> Call | None:
         written |= {name: value for name, (value, _) in inside.items()}
     elif inner[:1] == '"':
         written.setdefault("name", inner)
-    if written.get("name", "")[:1] != '"':
-        return None
     given = {name: written[name] for name in written if name in ("arguments", "parameters")}
     key = next(iter(given), None)
-    if len(set(given.values())) > 1:
+    if len(set(given.values())) > 1 or written.get("name", "")[:1] != '"':
         return None
     if key is None and (not scope.ended or not written.keys() <= CALL_MEMBERS):
         return None
@@ -182,7 +182,7 @@ def plain_arguments(value: str) -> str:
 class Headed:
     """Arguments as JSON behind a header. `head` has the groups `name`, `open` (where the JSON begins) and maybe `id`.
 
-    `typed`: words outside strings are JSON; else the schema says what they are.
+    `typed`: words outside strings are JSON; else text where the schema allows that and not what they are as JSON.
     """
 
     head: re.Pattern
@@ -210,7 +210,9 @@ class Headed:
         for name, (value, written) in found.items():
             if written[:1] not in ("{", "[", '"'):
                 schema = property_schema(root, name)
-                value = by_schema(written, schema, root) if types(schema, root) else value
+                kinds = types(schema, root)
+                if kinds and not ("string" in kinds and types_of_word(value) & {*kinds}):
+                    value = by_schema(written, schema, root)
             pairs.append(f"{quoted(name)}: {value}")
         return f"{{{', '.join(pairs)}}}"
 
@@ -222,7 +224,7 @@ class Headed:
 class Tags:
     """`call` and `parameter` have the group `name`; `parameter` may have `type`. `close`: after a call's parameters,
     None where only its markers end it. `end`: after a value. `trim`: a line break inside both tags is no part of it.
-    `untyped`: as by_schema has it.
+    `cdata`: a value may be one section of CDATA. `untyped`: as by_schema has it.
     """
 
     call: re.Pattern
@@ -230,6 +232,7 @@ class Tags:
     parameter: re.Pattern
     end: re.Pattern
     trim: bool = False
+    cdata: bool = False
     untyped: str = "[{"
 
     def __call__(self, text: str, at: int, scope: Scope) -> tuple[list[Call], int]:
@@ -262,7 +265,7 @@ class Tags:
         return [Call(name, f"{{{arguments}}}")], at
 
     def _json(self, value: str, parameter: re.Match, schema: Any, root: Any) -> str:
-        if cdata := CDATA.fullmatch(value):
+        if self.cdata and (cdata := CDATA.fullmatch(value)):
             value = cdata[1]
         elif self.trim:
             value = value.removeprefix("\n").removesuffix("\n")
@@ -274,7 +277,7 @@ class Tags:
     def _value(self, text: str, at: int, scope: Scope, others: set[str]) -> tuple[str, int]:
         """(the value at `at`, where it ends). `others`: the parameters that may come after it."""
         start, unbalanced = at, None
-        cdata = text.startswith("<![CDATA[", skip(text, at))
+        cdata = self.cdata and text.startswith("<![CDATA[", skip(text, at))
         for end in self.end.finditer(text, at):
             value = text[start : end.start()]
             if cdata and not value.rstrip().endswith("]]>"):
@@ -327,8 +330,7 @@ CDATA = re.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", re.DOTALL)
 # Python
 
 
-NAME = r"[\w.:/-]+"
-PYTHON_CALL = re.compile(r"([\w.:/-]+)\s*\(")
+PYTHON_CALL = re.compile(rf"({NAME})\s*\(")
 PYTHON_KEY = re.compile(r"\s*(\w+)\s*=\s*")
 PYTHON_TOKEN = re.compile(r"""\\.|'''|\"""|['"]|[()\[\]{},]""", re.DOTALL)
 

@@ -115,6 +115,7 @@ MINICPM = Tags(
     pattern(r"</function>"),
     pattern(r"""<param\s+name\s*=\s*["']?(?P<name>[^"'<>]+)["']?\s*>"""),
     pattern(r"</param>"),
+    cdata=True,
 )
 MUSE = Tags(
     pattern(r"<atem:invoke\b[^>]*?\bname=\"(?P<name>[^\">]+)\"[^>]*>"),

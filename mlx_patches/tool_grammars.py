@@ -32,11 +32,12 @@ class Tool(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How a model writes calls. `head` and `tail` stand around a call's arguments, `{}` for its name.
+    """How a model writes calls. `head` and `tail` stand around a call's arguments, `{}` for its name, `:0` its number.
 
     `shape`: "json", "tags" or "gemma". `parameter`, `end`: before (`{}` for its name) and after a parameter's value.
-    `between`: what stands between two calls of one block, None where each has markers of its own. `quote`: on both
-    sides of a string in "gemma".
+    `value`: the tag after a name in tags of its own; then a line may end after each tag. `cdata`: a string may be a
+    section of CDATA. `between`: what stands between two calls of one block, None where each has markers of its own.
+    `quote`: on both sides of a string in "gemma".
     """
 
     head: str
@@ -44,6 +45,8 @@ class Format(NamedTuple):
     shape: str = "json"
     parameter: str = ""
     end: str = ""
+    value: str = ""
+    cdata: bool = False
     between: str | None = None
     quote: str = ""
 
@@ -52,31 +55,25 @@ FORMATS = {
     "json_tools": Format('\n{{"name": "{}", "arguments": ', "}\n"),
     "kimi_k2": Format("<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>", "<|tool_call_end|>", between=""),
     "mistral": Format("{}[ARGS]", "", between="[TOOL_CALLS]"),
-    "qwen3_coder": Format(
-        "\n<function={}>\n", "</function>\n", shape="tags", parameter="<parameter={}>\n", end="\n</parameter>\n"
-    ),
-    "minimax_m2": Format(
-        '\n<invoke name="{}">\n', "</invoke>\n", shape="tags", parameter='<parameter name="{}">', end="</parameter>\n"
-    ),
-    "glm47": Format("{}", "", shape="tags", parameter="<arg_key>{}</arg_key><arg_value>", end="</arg_value>"),
-    "minicpm5": Format('"{}">', "", shape="tags", parameter='<param name="{}">', end="</param>"),
+    "qwen3_coder": Format("\n<function={}>\n", "</function>\n", "tags", "<parameter={}>\n", "\n</parameter>\n"),
+    "minimax_m2": Format('\n<invoke name="{}">\n', "</invoke>\n", "tags", '<parameter name="{}">', "</parameter>\n"),
+    "glm47": Format("{}", "", "tags", "<arg_key>{}</arg_key>", "</arg_value>", value="<arg_value>"),
+    "minicpm5": Format('"{}">', "", "tags", '<param name="{}">', "</param>", cdata=True),
     "muse_spark": Format(
-        '\n<atem:invoke name="{}">\n',
-        "</atem:invoke>\n",
-        shape="tags",
-        parameter='<atem:parameter name="{}">',
-        end="</atem:parameter>\n",
+        '\n<atem:invoke name="{}">\n', "</atem:invoke>\n", "tags", '<atem:parameter name="{}">', "</atem:parameter>\n"
     ),
     "gemma4": Format("call:{}", "", shape="gemma", quote='<|"|>'),
     "function_gemma": Format("call:{}", "", shape="gemma", quote="<escape>"),
 }
 FORMATS["harmony"] = Format("{}\n", "")  # a call's header is not fed to the grammar: only its name, on a line
 FORMATS["laguna"] = FORMATS["glm47"]
-KEY, VALUE = "<longcat_arg_key>{}</longcat_arg_key>", "longcat_arg_value"
-FORMATS["longcat"] = Format("{}", "", shape="tags", parameter=f"{KEY}<{VALUE}>", end=f"</{VALUE}>")
+KEY, VALUE = "<longcat_arg_key>{}</longcat_arg_key>", "longcat_arg_value>"
+FORMATS["longcat"] = Format("{}", "", "tags", KEY, f"</{VALUE}", value=f"<{VALUE}")
 """By the name of mlx_lm's parser. A format that is not here is left free, and cannot be forced."""
 
+# A number out of a float's range would be read as text.
 NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?/"
+CDATA = r"\s*<!\[CDATA\["
 PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
 ANNOTATIONS = {"title", "description", "$schema", "$id", "default", "examples", "$comment", "deprecated", "readOnly"}
 PLAIN_WORD = re.compile("[A-Za-z_][A-Za-z0-9_]*")
@@ -126,13 +123,12 @@ class _Writer:
 
     def __init__(self, form: Format, specials: Specials):
         self.form, self.specials = form, specials
+        self._break = ' "\\n"?' if form.value else ""
         self.rules: list[str] = []
         self.not_enforced: list[str] = []
         self._tools = 0
         self._count = 0
         self._named: dict[str, str] = {}
-        self._root: dict = {}
-        self._name = ""
 
     def literal(self, text: str) -> str:
         return literal(text, self.specials)
@@ -141,10 +137,12 @@ class _Writer:
         self._root, self._name, self._named = json.loads(tool.prepared.text), tool.name, {}
         self._leave_out(*tool.prepared.not_enforced)
         arguments = {"json": self._json, "tags": self._tags, "gemma": self._gemma_root}[self.form.shape]
-        head, tail = self.form.head.format(tool.name), self.form.tail
+        head, number, after = self.form.head.partition(":0")
+        head, tail = head.format(tool.name) + number[:1], self.form.tail
         line, head = ('"\\n"? ', head[1:]) if head.startswith("\n") else ("", head)  # not all models write it
         end, tail = (' "\\n"?', tail[:-1]) if tail.endswith("\n") else ("", tail)
         written = ' " "? '.join(map(self.literal, head.split(" "))) if head.startswith("{") else self.literal(head)
+        written += f" /[0-9]{{1,3}}/ {self.literal(after)}" if number else self._break
         self.rules.append(f"call_{self._tools}: {line}{written} {arguments(self._root)} {self.literal(tail)}{end}")
         self._tools += 1
 
@@ -166,14 +164,13 @@ class _Writer:
         self._note(root, "", PLAIN)
         parts = []
         for name, schema, required in self._properties(root, ""):
-            part = f"{self.literal(self.form.parameter.format(name))} {self._tagged(schema, name)}"
+            part = f"{self.literal(self.form.parameter.format(name))} {self._tagged(schema, name)}{self._break}"
             parts.append(part if required else f"({part})?")
         if not root.get("properties") and root.get("additionalProperties") is not False:
             before, after = map(self.literal, self.form.parameter.split("{}"))
             name = self._rule(r"/[\w.-]+/", "W")
-            parts.append(
-                f"({before} {name} {after} {self._tagged(_schema_of(root.get('additionalProperties')), '*')})*"
-            )
+            value = self._tagged(_schema_of(root.get("additionalProperties")), "*")
+            parts.append(f"({before} {name} {after} {value}{self._break})*")
         return " ".join(parts)
 
     def _tagged(self, schema: dict, path: str) -> str:
@@ -190,22 +187,32 @@ class _Writer:
             if "string" in (types := _types(member)):
                 choices.append(self._raw(member, path, self.form.end))
             if rest := [each for each in types if each != "string" and (not is_text or each == "null")]:
-                # A number out of a float's range would be read as text.
-                bounded = any(name in member for name in BOUNDS) or rest != ["number"]
-                choices.append(f"{self._json({**member, 'type': rest}) if bounded else self._rule(NUMBER, 'N')} {end}")
-        return f"({' | '.join(choices)})"
+                choices.append(f"{self._plain(member, rest)} {end}")
+        return f"{self._break} {self.literal(self.form.value)} ({' | '.join(choices)})"
+
+    def _plain(self, schema: dict, kinds: list[str]) -> str:
+        """A value of these types as JSON."""
+        bounded = any(name in schema for name in (*BOUNDS, "multipleOf"))
+        rest = [kind for kind in kinds if bounded or kind != "number"]
+        rules = [self._json({**schema, "type": rest})] if rest else []
+        return f"({' | '.join(rules if rest == kinds else [*rules, self._rule(NUMBER, 'N')])})"
 
     def _raw(self, schema: dict, path: str, end: str) -> str:
         """A string as raw text and `end`, the tag or quote after it."""
         text = self._regex(schema, path)
         if end.strip() in self.specials:
-            return f"{self._rule(text + _without(end.strip()), 'R')} {self.literal(end)}"
-        stop = _escaped(end)
-        # It ends at the first end tag, which is a part of it; a text that may not end there has none inside.
-        longer = (
-            f" & ~/(?s:.*){stop}(?s:.+)/" if schema.get("minLength") or schema.keys() & {"pattern", "format"} else ""
-        )
-        return self._rule(self._rule(f"({text}) /{stop}/{longer}", "T"), "lazy", "[lazy]")
+            # Its token may be text as well.
+            return f"{self._rule(f'{text} & ~/(?s:.*){_escaped(end.strip())}(?s:.*)/', 'R')} {self.literal(end)}"
+        if not self.form.cdata:
+            return self._lazy(schema, f"({text})", _escaped(end))
+        section = self._lazy(schema, f"/{CDATA}/ ({text})", rf"\]\]>\s*{_escaped(end)}")
+        return f"{section} | {self._lazy(schema, f'(({text}) & ~/{CDATA}(?s:.*)/)', _escaped(end))}"
+
+    def _lazy(self, schema: dict, text: str, stop: str) -> str:
+        """It ends at the first end tag, which is a part of it; a text that may not end there has none inside."""
+        held = schema.get("minLength") or schema.keys() & {"pattern", "format"}
+        longer = f" & ~/(?s:.*){stop}(?s:.+)/" if held else ""
+        return self._rule(self._rule(f"{text} /{stop}/{longer}", "T"), "lazy", "[lazy]")
 
     def _regex(self, schema: dict, path: str) -> str:
         """A Lark terminal for the strings that fit `schema`."""
@@ -254,7 +261,7 @@ class _Writer:
         if "anything" not in self._named:
             self._named["anything"] = name = f"anything_{self._tools}"
             text = self._gemma_of_type("string", {}, "")
-            simple = self._json({"type": ["number", "boolean", "null"]})
+            simple = self._plain({}, ["number", "boolean", "null"])
             items = f'"[" ({name} ("," {name})*)? "]"'
             self.rules.append(f"{name}: {simple} | {text} | {_gemma_pairs(name)} | {items}")
         return self._named["anything"]
@@ -266,7 +273,7 @@ class _Writer:
             return self._gemma_object(schema, path)
         if kind == "array":
             return self._gemma_array(schema, path)
-        return self._json({"type": kind} | {name: schema[name] for name in (*BOUNDS, "multipleOf") if name in schema})
+        return self._plain({name: schema[name] for name in (*BOUNDS, "multipleOf") if name in schema}, [kind])
 
     def _gemma_object(self, schema: dict, path: str) -> str:
         self._note(schema, path, PLAIN)
@@ -349,7 +356,7 @@ class _Writer:
         if PLAIN_WORD.fullmatch(f"{name}{value}"):
             return True
         form = self.form
-        argument = form.parameter.format(name) + as_text(value) + form.end
+        argument = form.parameter.format(name) + form.value + as_text(value) + form.end
         if form.shape == "gemma":
             argument = f"{{{name}:{self._gemma_text(value)}}}"
         reader = READERS[next(known for known, each in FORMATS.items() if each == form)]
@@ -358,8 +365,8 @@ class _Writer:
             calls, _ = read_all(form.head.format("f") + argument + form.tail, reader, scope)
         except (Broken, Open):
             return False
-        is_special = literal(name, self.specials) != json.dumps(name)
-        return not is_special and [json.loads(call.arguments) for call in calls] == [{name: value}]
+        plain = self.literal(name) == json.dumps(name)
+        return plain and [json.loads(call.arguments) for call in calls] == [{name: value}]
 
     def _note(self, schema: dict, path: str, held: set[str]) -> None:
         """List the keywords of an object or array that its rule does not hold to."""
@@ -372,11 +379,6 @@ class _Writer:
 def _escaped(text: str) -> str:
     """`text` inside a Lark regular expression."""
     return re.sub(r"([][.{}()*+?^$|\\/])", r"\\\1", text).replace("\n", "\\n")
-
-
-def _without(marker: str) -> str:
-    """What a terminal goes on with, for texts that do not hold `marker`: its token may be text as well."""
-    return f" & ~/(?s:.*){_escaped(marker)}(?s:.*)/"
 
 
 def _gemma_pairs(value: str) -> str:

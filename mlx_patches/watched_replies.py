@@ -1,12 +1,13 @@
 """Which replies are watched: the splitter and the watcher of each request, and the tokens of each step.
 
 Replaces   server._make_logits_processors (adds the watcher at the end), generate.GenerationBatch._step (notes the
-           step's tokens), ResponseGenerator._tokenize (hangs the splitter and the watcher on the request)
+           step's tokens), ResponseGenerator._tokenize (hangs the splitter and the watcher on the request, and tells
+           where a free reply begins)
 Why        mlx_lm 0.32.2's processors cannot learn the newest token without waiting for the forward pass that was just
-           launched
+           launched; a reply whose prompt names `<think>` anywhere is thinking from its start
 Upstream   server.py _make_logits_processors, generate.py GenerationBatch._step
 Delete when mlx_lm constrains replies itself
-Test       tests/test_watcher.py, tests/test_structured_output.py
+Test       tests/test_watcher.py, tests/test_structured_output.py, tests/test_reply_format.py
 
 A reply that nothing is asked of has no watcher, and mlx_lm's own path. The watcher is made where the tokenizer, the
 request and its arguments meet, inside mlx_lm's `try`, and comes last of the processors.
@@ -14,13 +15,79 @@ request and its arguments meet, inside mlx_lm's `try`, and comes last of the pro
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import mlx.core as mx
 
 from mlx_patches.call_reader import reading_calls
-from mlx_patches.reply_format import ANSWER, TextSplitter
+from mlx_patches.reply_format import ANSWER, REASONING, Part, Parts, TextSplitter, TokenSplitter, TokenState
 from mlx_patches.stop_strings import StopStrings
-from mlx_patches.tool_choice import CallSplitter, tool_format
+from mlx_patches.tool_choice import fits, tool_format
 from mlx_patches.watcher import StepTokens, Watcher
+
+
+class CallState(NamedTuple):
+    """A TokenState, and where the answer stands: `said` and `held` (tokens) while it may yet be a call; `inner`, the
+    state of mlx_lm's machine once it is one; `plain` once it is none."""
+
+    phase: str
+    matched: int = 0
+    pending: bytes = b""
+    said: str = ""
+    held: int = 0
+    inner: tuple | None = None
+    plain: bool = False
+
+
+class CallSplitter(TokenSplitter):
+    """A TokenSplitter whose answer, where it begins with a call's marker, is read by `inner`, which reads calls."""
+
+    def __init__(self, outer: TokenSplitter, inner: Any, marker: str):
+        super().__init__(outer.opening, outer.closing, outer._bytes, outer.first.phase)
+        self._inner, self._marker = inner, marker
+        self.first = CallState(*self.first)
+
+    def split(self, state: CallState, token: int, text: str = "") -> tuple[CallState, Parts]:
+        outer, parts = super().split(TokenState(*state[:3]), token)
+        state, read = CallState(*outer, *state[3:]), []
+        for part in parts:
+            if part.kind == ANSWER:
+                state, more = self._answer(state, part)
+                read += more
+            else:
+                read.append(part)
+        return state, read
+
+    def _answer(self, state: CallState, part: Part) -> tuple[CallState, Parts]:
+        if state.plain:
+            return state, [part]
+        said, held = state.said + part.text, state.held + part.units
+        inner = state.inner
+        if inner is None:
+            begun = said.lstrip()
+            if begun.startswith(self._marker):
+                inner = self._inner.first
+            elif self._marker.startswith(begun):
+                return state._replace(said=said, held=held), []
+            else:
+                return state._replace(said="", held=0, plain=True), [Part(ANSWER, said, held)]
+        inner, pieces = self._inner.split(inner, 0, said)
+        pieces = [piece._replace(units=held * (not at)) for at, piece in enumerate(pieces)]
+        return state._replace(said="", held=0 if pieces else held, inner=inner), pieces
+
+    def flush(self, state: CallState, cut: bool = False) -> Parts:
+        last = super().flush(state)
+        if state.inner is None:
+            return [Part(ANSWER, state.said, state.held), *last] if state.said else last
+        # A character that is not whole is the call's too. Units are characters there, and tokens here.
+        inner, pieces = self._inner.split(state.inner, 0, last[0].text)
+        pieces += self._inner.flush(inner, cut)
+        return [piece._replace(units=state.held * (not at)) for at, piece in enumerate(pieces)]
+
+    def kind(self, state: CallState) -> str:
+        if state.phase != REASONING and state.inner is not None:
+            return self._inner.kind(state.inner)
+        return TokenSplitter.kind(state)
 
 
 class WatchesReplies:
@@ -28,15 +95,19 @@ class WatchesReplies:
 
     def _tokenize(self, tokenizer, request, args):
         found = super()._tokenize(tokenizer, request, args)
-        prompt, _, _, initial_state, _ = found
+        prompt, _, _, initial, _ = found
         ask, provider = args.ask, self.model_provider
         form = provider.reply_format
+        if request.request_type == "chat" and tokenizer.has_thinking and tokenizer.response_initial_state is None:
+            # mlx_lm takes the last marker in the prompt for the template's, also one that a user names.
+            initial = REASONING if form.opened_by_template(prompt) else ANSWER
         # With no guesses at all, mlx_lm's speculative loop hands processors a history that never grows.
         args.num_draft_tokens = max(1, args.num_draft_tokens)
         calls = tool_format(tokenizer) if ask.tools is not None else None
         held = calls is not None and (ask.calls_in_grammar or calls.form is not None)
         matcher = provider.grammars.matcher(ask.grammar) if ask.grammar is not None else None
-        blocks = calls.matcher_later(ask.tools, provider) if held and matcher is None else None
+        blocks = calls.matcher_later(ask.tools, provider, lambda: args.left) if held and matcher is None else None
+        may = () if ask.tools is None else (ask.tools, lambda name, text: fits(ask.tools, name, text, provider))
         _, machine = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
         if form.messages is not None:
             args.splitter = form.messages.splitter(
@@ -55,7 +126,7 @@ class WatchesReplies:
                 reader = reading_calls(TextSplitter(machine, ANSWER), tokenizer, request.tools)
                 args.splitter = CallSplitter(args.splitter, reader, tokenizer.tool_call_start)
         else:
-            args.splitter = reading_calls(TextSplitter(machine, initial_state), tokenizer, request.tools)
+            args.splitter = reading_calls(TextSplitter(machine, initial), tokenizer, request.tools, *may)
         stops = StopStrings(ask.stops) if ask.stops else None
         limits = ask.limits.machine(args.max_tokens, tokenizer.has_thinking or form.messages is not None)
         one_call = ask.tools is not None and not ask.tools.several

@@ -234,8 +234,9 @@ class Watcher:
 
     def _may_hold(self, mark: Mark) -> bool:
         """Whether the grammar sees all of a block that begins: not what its marker's last token says beyond it."""
-        said = self._splitter.said_after_marker(mark.reading)
-        if self._splitter.lead(mark.reading) is None or said.strip("\n"):
+        said, marker = self._splitter.said_after_marker(mark.reading), self._form.tokenizer.tool_call_start_tokens
+        spelled = not self._splitter.by_tokens and len(marker) == 1 and marker[0] != self._taken[-1]  # letter by letter
+        if self._splitter.lead(mark.reading) is None or spelled or said.strip("\n"):
             return False
         if self._matcher is None:
             self._hold(self._blocks())

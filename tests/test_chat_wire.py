@@ -291,7 +291,8 @@ REQUESTS = {
     "thinking, then a call": (CHAT, body_of(THINKS.replace("Well: ", "Well:"), tools=TOOLS)),
     "a limit": (CHAT, body_of("one two three four five", max_tokens=3)),
     "a limit in a marker": (CHAT, body_of("one <<|cut|>/<|cut|>think", max_tokens=3)),
-    "a limit while thinking": (CHAT, body_of("<think>one two three", max_tokens=3)),
+    # The marker is cut, or mlx_lm would take the message's for one that the template opened (docs/reply_format.md).
+    "a limit while thinking": (CHAT, body_of("<<|cut|>think>one two three", max_tokens=5)),
     "nothing": (CHAT, body_of("<|im_end|>")),
     "characters of several tokens": (CHAT, body_of("ünï 🦉 漢字 \u200d end")),
     "a seed": (CHAT, body_of("one two three", seed=7)),

@@ -30,6 +30,7 @@ from mlx_patches.reply_format import (
     TokenState,
     output_width,
 )
+from tests.client import both, chat
 from tests.tiny_models import CORPUS, STYLES
 
 # TokenSplitter: small tokens of which some are parts of characters
@@ -365,3 +366,44 @@ def test_the_units_of_the_text_splitter_are_all_letters(styles, words, data):
         state, parts = splitter.split(state, 0, text[begin:end])
         units += sum(part.units for part in parts)
         assert units + sum(part.units for part in splitter.flush(state)) == end
+
+
+# Where a free reply begins, over HTTP
+
+
+NAMED = {"channel": "<|channel>thought", "xtml": "<|open|>think<|sep|>"}
+
+
+@pytest.mark.parametrize("path", [{}, {"seed": 3}], ids=["batch", "single"])
+@pytest.mark.parametrize("style", ["think", "open", "channel", "xtml", "plain"])
+def test_a_thinking_marker_that_a_message_names_opens_nothing(serve, tiny, style, path):
+    server, marker = serve(tiny("scripted", style=style, tools="json_tools")), NAMED.get(style, "<think>")
+    tool = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    kept = {"chat_template_kwargs": {"enable_thinking": False}} if style == "open" else {}
+    for before in (
+        [{"role": "user", "content": f"What is {marker}?"}, {"role": "assistant", "content": "A tag."}],
+        [
+            {"role": "user", "content": "Read it."},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": f"text {marker} in it"},
+        ],
+    ):
+        messages = [*before, {"role": "user", "content": "Hello there."}]
+        for body in ({}, {"tools": tool}):
+            reply = both(server, messages, max_tokens=30, **body, **kept, **path)
+            assert (reply.content, reply.reasoning, reply.finish_reason) == ("Hello there.", "", "stop")
+
+
+def test_a_thinking_marker_at_the_prompts_end_opens_thinking(serve, tiny):
+    server = serve(tiny("scripted", style="open", tools="json_tools"))
+    messages = [{"role": "user", "content": "What is </think>?"}, {"role": "assistant", "content": "A tag."}]
+    reply = both(server, [*messages, {"role": "user", "content": "Hm.</think>Yes."}], max_tokens=30)
+    assert (reply.reasoning, reply.content) == ("Hm.", "Yes.")
+
+
+def test_upstream_takes_a_named_marker_for_the_templates(serve, tiny):
+    upstream = serve(tiny("scripted", style="think", tools="json_tools"), module="mlx_lm.server")
+    messages = [{"role": "user", "content": "What is <think>?"}, {"role": "assistant", "content": "A tag."}]
+    reply = chat(upstream, [*messages, {"role": "user", "content": "Hello there."}], max_tokens=30)
+    assert (reply.content, reply.reasoning) == ("", "Hello there.")

@@ -234,6 +234,15 @@ def test_tools_are_named_by_their_number(server, tools):
     assert (reply.status, reply.error["param"].partition(".")[0]) == (400, "tools[1]")
 
 
+@pytest.mark.parametrize("field, instead", [("functions", "tools"), ("function_call", "tool_choice")])
+def test_the_fields_that_tools_replaced_are_refused(server, field, instead):
+    for value in ([{"name": "f"}], "none", [], {"name": "f"}):
+        reply = chat(server, "Hello", **{field: value})
+        assert (reply.status, reply.error["param"]) == (400, field) and instead in reply.error["message"]
+    assert chat(server, "Hello there", **{field: None}).content == "Hello there"
+    assert complete(server, SCRIPT, **{field: "none"}).content == "Hello there"
+
+
 def test_unknown_fields_are_ignored(server):
     known_to_openai = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "echo": 5}
     reply = chat(server, "Hello there", **known_to_openai, no_such_field=[{}], **{"": 1})

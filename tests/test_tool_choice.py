@@ -258,3 +258,20 @@ def test_mlx_lm_server_does_not_read_tool_choice(serve, tiny):
     assert chat(upstream, "Words.", tools=TOOLS, tool_choice="required").content == "Words."
     reply = chat(upstream, call_text("get_wind", place="Paris"), tools=TOOLS)
     assert reply.tool_calls[0]["function"]["name"] == "get_wind"
+
+
+PROSE = {
+    "json_tools": "I use the <tool_call> tag for calls, and more text follows here so that it ends.",
+    "qwen3_coder": "Qwen writes <tool_call> before each call, and more text follows here.",
+    "gemma4": "Gemma writes <|tool_call> before each, and more text follows here.",
+    "mistral": "Mistral writes [TOOL_CALLS] before each, and more text follows here.",
+}
+
+
+@pytest.mark.parametrize("format_name", PROSE)
+def test_prose_that_names_the_marker_is_not_made_a_call(serve, tiny, format_name):
+    server = serve(tiny("scripted", tools=format_name))
+    for text in (PROSE[format_name], PROSE[format_name].replace("writes ", "writes\n", 1).replace("_", "<|cut|>_", 1)):
+        for path in PATHS.values():
+            reply = both(server, text, tools=TOOLS, max_tokens=80, **path)
+            assert (reply.content, reply.tool_calls, reply.finish_reason) == (text.replace("<|cut|>", ""), [], "stop")

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import jsonschema
@@ -14,7 +15,7 @@ from mlx_patches.json_schemas import prepare
 from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import GrammarCompiler, build_tokenizer
 from mlx_patches.tool_choice import ToolFormat, read_tools
-from tests.client import both, chat, chat_stream, together
+from tests.client import CHAT, both, chat, chat_stream, connect, post_bytes, together
 from tests.test_tool_choice import PATHS, SCHEMAS, TOOLS, call_text, calls_fit, named, names
 
 LONG = {"type": "object", "properties": {"x": {"type": "string", "minLength": 100_000}}, "required": ["x"]}
@@ -88,6 +89,114 @@ def test_a_grammar_that_never_comes_leaves_the_names(provider, monkeypatch, capl
     assert "held to their names only" in caplog.text
     assert holds(matcher.deep_copy(), provider.tokenizer, CALL + "7")
     assert not holds(matcher, provider.tokenizer, CALL.replace("f", "g"))
+
+
+def test_a_grammar_that_all_have_left_is_given_up_and_made_anew(provider, caplog):
+    caplog.set_level("INFO")
+    form, here, gone = ToolFormat(provider.tokenizer), [], []
+    asked, other = (rules(tool("f", {"properties": {"x": {"const": word}}})) for word in ("left", "stays"))
+    made = form.block(asked, provider, lambda: bool(gone))
+    shared = [form.block(other, provider, lambda: bool(gone)), form.block(other, provider, lambda: bool(here))]
+    gone.append(1)
+    again = form.block(asked, provider, lambda: bool(here))  # while the first is still to be given up
+    assert again is not made and form.block(asked, provider) is again and shared[0] is shared[1]
+    provider.ready.set()
+    with pytest.raises(CancelledError):
+        made.result(10)
+    for one in (again, *shared):
+        assert one.result(10).not_enforced == ()
+    assert form.block(asked, provider) is again and form.block(other, provider) is shared[0]
+    assert caplog.text.count("given up") == 1 and not form._askers
+
+
+def test_large_sets_keep_no_small_one_waiting(provider):
+    late = Provider.__new__(Provider)
+    late.__dict__ |= provider.__dict__ | {"ready": threading.Event()}
+    provider.ready.set()
+    form = ToolFormat(provider.tokenizer)
+    wide = {f"p{n}": {"enum": [f"{n} {m}" for m in range(20)]} for n in range(300)}
+    large = [form.block(rules(tool(f"large_{n}", {"properties": wide})), late) for n in range(4)]
+    try:
+        assert form.block(rules(tool("small")), provider).result(10).not_enforced == ()
+        assert not any(each.done() for each in large)
+    finally:
+        late.ready.set()
+    for each in large:
+        each.result(30)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_tools_of_a_client_that_left_keep_nobody_waiting(serve_private, tiny, choice):
+    server = serve_private(tiny("scripted", tools="json_tools"))
+    wide = {f"p{n}": {"enum": [f"{choice} {n} {m}" for m in range(4)]} for n in range(64)}
+    large = [tool(f"t{n}", {"type": "object", "properties": {**wide, "n": {"const": n}}}) for n in range(139)]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": large, "tool_choice": choice, "stream": True}
+    with connect(server) as sock:
+        sock.sendall(post_bytes(CHAT, body))
+        time.sleep(0.2)
+    small = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
+    reply = chat(server, call_text("f", a=5), tools=[tool("f", small)], max_tokens=60)
+    assert [json.loads(call["function"]["arguments"]) for call in reply.tool_calls] in ([], [{"a": 7}])
+    until = time.monotonic() + 20
+    while "given up" not in server.log() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert "given up" in server.log() and "too complex" not in server.log() and "names only" not in server.log()
+
+
+BARE = '{{"name": "{}", "arguments": {}}}'
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("style", [None, "think"])
+def test_calls_that_no_grammar_sees_are_of_tools_that_may_be_called(serve, tiny, style, path):
+    server = serve(tiny("scripted", tools="json_tools", style=style))
+    tools = [tool("f"), tool("g")]
+    for choice, one in ((allowed("auto", "g"), False), (None, False), (None, True)):
+        body = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": not one, "max_tokens": 200, **PATHS[path]}
+        f, g = BARE.format("f", "{}"), BARE.format("g", "{}")
+        for text in (f, f"```json\n{f}\n```", f"<tools>{f}</tools>", f"[{f}, {g}]"):
+            reply = both(server, text, **body)
+            if choice:
+                assert (reply.content, names(reply), reply.finish_reason) == (text, [], "stop")
+            else:
+                wanted = ["f"] if one or text[0] != "[" else ["f", "g"]
+                assert (reply.content, names(reply), reply.finish_reason) == ("", wanted, "tool_calls")
+        assert names(both(server, g, **body)) == ["g"]
+        if style == "think":
+            marked = f"<tool_call>{f}</tool_call>"
+            reply = both(server, f"<think>So {marked}{marked}</think>Words.", **body)
+            assert names(reply) == ([] if choice else ["f"] if one else ["f", "f"])
+            assert reply.reasoning == (f"So {marked}{marked}" if choice else "So ")
+            assert both(server, f"<think>So <tool_call>[{f}, {g}]</tool_call></think>Words.", **body).status == 200
+
+
+def test_a_bare_call_of_a_strict_tool_fits_its_schema(serve, tiny):
+    server = serve(tiny("scripted", tools="json_tools"))
+    inner = {"type": "object", "properties": {"x": {"type": "string"}, "y": {"type": "integer"}}, "required": ["y"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "l": {"type": "array", "items": inner}, "o": inner},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    fitting = ['{"a": 5}', '{"o": {"z": "</s>é\\n", "y": 1, "x": "<|im_end|"}, "l": [{"y": 2, "x": ""}], "a":\n-3}']
+    wrong = [
+        '{"a": "x"}',
+        "{}",
+        '{"a": 1, "b": 2}',
+        '{"a": 1, "o": {"x": "no y"}}',
+        f'{{"a": 1, "o": {"[" * 200}{"]" * 200}}}',
+    ]
+    for strict in (True, False):
+        tools = [tool("f", schema, strict=strict), tool("g")]
+        for arguments in (*fitting, *wrong):
+            text = BARE.format("f", arguments)
+            reply = both(server, text, tools=tools, max_tokens=600)
+            if strict and arguments in wrong:
+                assert (reply.content, names(reply), reply.finish_reason) == (text, [], "stop")
+            else:
+                assert json.loads(reply.tool_calls[0]["function"]["arguments"]) == json.loads(arguments)
+        assert names(both(server, BARE.format("g", '{"any": 1}'), tools=tools, max_tokens=100)) == ["g"]
 
 
 def test_a_model_whose_tokenizer_cannot_be_constrained_calls_freely(provider, caplog):

@@ -27,9 +27,11 @@ from mlx_patches.json_schemas import prepare
 from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import build_tokenizer
 from mlx_patches.tool_arguments import Calls
-from mlx_patches.tool_grammars import FORMATS, Tool, call_rules, literal
+from mlx_patches.tool_choice import NAME
+from mlx_patches.tool_grammars import FORMATS, Specials, Tool, call_rules, literal
 from tests.test_schema_sample import CLOSERS, cases
 from tests.tiny_models import model_folder
+from tests.tool_texts import markers, written
 
 ENDS = (*CLOSERS, "<", ">", "</", "|", "e", "n", "t", "1")
 STEPS = 400
@@ -66,6 +68,7 @@ def walk(matcher: LLMatcher, rng) -> str | None:
 def read(name: str, text: str, tools: list[dict]) -> list[tuple[str, dict]]:
     """(name, arguments) of each call in a block."""
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    name = parser.parse_tool_call.__module__.rpartition(".")[2]
     reader = Calls(name, parser.parse_tool_call, parser.tool_call_start, parser.tool_call_end, tools)
     calls, rest = reader.read(text, known=False)
     assert not rest.strip()
@@ -141,9 +144,9 @@ def test_walks_are_calls_that_validate(name):
     assert counts["whole"] >= 4
 
 
-def grammar(name: str, schema: dict) -> tuple[LLMatcher, tuple[str, ...]]:
-    """(the matcher of a call of `f`, what it does not hold)."""
-    calls = call_rules(FORMATS[name], [Tool("f", prepare(schema, param="f"))], {}, several=False)
+def grammar(name: str, schema: dict, tool: str = "f") -> tuple[LLMatcher, tuple[str, ...]]:
+    """(the matcher of a call of `tool`, what it does not hold)."""
+    calls = call_rules(FORMATS[name], [Tool(tool, prepare(schema, param="f"))], {}, several=False)
     lark = f"start: block\n{calls.rules}"
     matcher = LLMatcher(vocabulary()[1], json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -165,22 +168,22 @@ def walks(name: str, schema: dict, count: int = 4) -> tuple[list[dict], tuple[st
     return found, left_out
 
 
-def allows(name: str, schema: dict, text: str) -> bool:
+def allows(name: str, schema: dict, text: str, tool: str = "f") -> bool:
     """Whether `text` is a whole block."""
     tokens = vocabulary()[0].encode(text, add_special_tokens=False)
-    matcher, _ = grammar(name, schema)
+    matcher, _ = grammar(name, schema, tool)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def call(name: str, key: str, value: str) -> str:
-    """A call of `f` with one argument."""
+def call(name: str, key: str, value: str, tool: str = "f") -> str:
+    """A call with one argument."""
     form = FORMATS[name]
     argument = {
         "json": f'{{"{key}": {value}}}',
-        "tags": form.parameter.format(key) + value + form.end,
+        "tags": form.parameter.format(key) + form.value + value + form.end,
         "gemma": f"{{{key}:{value}}}",
     }[form.shape]
-    return form.head.format("f") + argument + form.tail
+    return form.head.format(tool) + argument + form.tail
 
 
 def parameter(schema: dict, **more) -> dict:
@@ -300,6 +303,91 @@ def test_a_constant_with_gemmas_quote(name):
     )
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "tool", ["a@b", "@", "a.b", "f.", "..", "-", "a/b:0", "functions.f", "call:f", "__", "9", "x" * 128]
+)
+def test_any_name_of_a_tool(name, tool):
+    schema = parameter({"type": "integer"})
+    assert NAME.fullmatch(tool) and allows(name, schema, text := call(name, "x", "3", tool), tool)
+    shown = [{"type": "function", "function": {"name": tool, "parameters": schema}}]
+    assert read(name, text, shown) == [(tool, {"x": 3})]
+
+
+@pytest.mark.parametrize("name", ["glm47", "laguna", "longcat"])
+@pytest.mark.parametrize("value", [{"type": "string"}, {"type": "integer"}, {"const": "3"}])
+@pytest.mark.parametrize("declared", [True, False])
+def test_line_breaks_between_keys_and_values(name, value, declared):
+    """As the models' own templates write them (GLM-4.5), and as those without do (GLM-4.7)."""
+    schema = parameter(value) if declared else {"type": "object", "additionalProperties": value}
+    for texts in (written(name, [("f", {"x": 3})]), call(name, "x", "3")):
+        start, end = markers(name)
+        text = texts.removeprefix(start).removesuffix(end)
+        assert allows(name, schema, text), text
+        ((_, arguments),) = read(name, text, [{"type": "function", "function": {"name": "f", "parameters": schema}}])
+        assert arguments == {"x": 3 if value == {"type": "integer"} else "3"}
+    assert allows(name, {"type": "object", "properties": {}}, "f\n")
+
+
+@pytest.mark.parametrize("number", [0, 1, 12])
+def test_kimis_calls_are_numbered(number):
+    text = call("kimi_k2", "x", "3").replace(":0", f":{number}")
+    assert allows("kimi_k2", parameter({"type": "integer"}), text)
+    assert not allows("kimi_k2", parameter({"type": "integer"}), text.replace(f":{number}<", ":<"))
+
+
+@pytest.mark.parametrize("kinds", ["number", ["number", "null"], ["integer", "number", "boolean"], ["number", "array"]])
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].shape != "json"])
+def test_numbers_beyond_a_floats_range_are_not_written(name, kinds):
+    schema = parameter({"type": kinds})
+    assert not [x for x in ("1e999", "-1e400", "1.5E+310") if allows(name, schema, call(name, "x", x))]
+    assert all(allows(name, schema, call(name, "x", x)) for x in ("1e99", "-2.5", "0", "12345678"))
+    assert not allows(name, parameter({"type": kinds, "multipleOf": 0.5}), call(name, "x", "1.25"))
+
+
+@pytest.mark.parametrize("name", ["gemma4", "function_gemma"])
+def test_numbers_of_any_value_in_gemma(name):
+    assert not allows(name, {"type": "object"}, call(name, "x", "1e999"))
+    assert allows(name, {"type": "object"}, call(name, "x", "[1e9,{k:true}]"))
+
+
+@pytest.mark.parametrize("name", ["gemma4", "function_gemma"])
+@pytest.mark.parametrize(
+    "schema, value",
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 2}]}, "555"),
+        ({"anyOf": [{"type": "string", "pattern": "^a+$"}, {"type": "number"}]}, "5.5"),
+        ({"type": ["boolean", "string"], "minLength": 7}, "true"),
+        ({"type": ["null", "string"], "minLength": 7}, "null"),
+        ({"enum": ["a", 5]}, "5"),
+    ],
+)
+def test_gemmas_bare_words_beside_strings(name, schema, value):
+    schema = parameter(schema)
+    assert allows(name, schema, text := call(name, "x", value))
+    shown = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert read(name, text, shown) == [("f", {"x": json.loads(value)})]
+
+
+@pytest.mark.parametrize("text", ["a</param>b", "</param>", "]]>", "a]]>\n</param", "<![CDATA[x", "\n\n", "&<b>"])
+def test_sections_of_cdata(text):
+    for schema in ({}, {"maxLength": 20}, {"minLength": 1}, {"format": "uuid"}):
+        value = call("minicpm5", "x", f"<![CDATA[{text}]]>")
+        assert allows("minicpm5", parameter({"type": "string", **schema}), value) == ("format" not in schema)
+    assert read("minicpm5", value, [{"function": {"name": "f", "parameters": parameter({"type": "string"})}}]) == [
+        ("f", {"x": text})
+    ]
+
+
+@pytest.mark.parametrize("held", [{"maxLength": 3}, {"minLength": 12}, {"pattern": "^<.*>$"}, {"pattern": "^[^!]*$"}])
+def test_a_section_holds_what_its_text_holds(held):
+    schema = parameter({"type": "string", **held})
+    for text in ("ab", "<b>", "abcdefghijkl", "<bcdefghijk>", "<!>", "<!bcdefghijk>"):
+        fits = jsonschema.Draft202012Validator(schema).is_valid({"x": text})
+        for value in (text, f"<![CDATA[{text}]]>", f"\n<![CDATA[{text}]]>\n"):
+            assert allows("minicpm5", schema, call("minicpm5", "x", value)) == fits, value
+
+
 @pytest.mark.parametrize("end", ["\n</parameter>\n</function>", "\n</parameter>\n<parameter=y>\n1"])
 def test_a_constant_that_would_end_its_parameter(end):
     found, left_out = walks("qwen3_coder", parameter({"enum": [f"a{end}", "c"]}))
@@ -307,8 +395,8 @@ def test_a_constant_that_would_end_its_parameter(end):
 
 
 def test_special_tokens_stand_by_their_ids():
-    assert literal('<a>\n"x"<b>', {"<a>": 3, "<b>": 7}) == r'<[3]> "\n\"x\"" <[7]>'
-    assert literal("plain", {}) == '"plain"'
+    assert literal('<a>\n"x"<b>', Specials({"<a>": 3, "<b>": 7})) == r'<[3]> "\n\"x\"" <[7]>'
+    assert literal("plain", Specials()) == '"plain"'
 
 
 if __name__ == "__main__":

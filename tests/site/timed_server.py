@@ -46,9 +46,10 @@ def remove(batch, uids, *given, upstream, **named):
     return found
 
 
-def insert(batch, *given, upstream, logits_processors, **named):
-    note("inserted", processors=len(logits_processors[0]))
-    return upstream(batch, *given, logits_processors=logits_processors, **named)
+def insert(batch, *given, upstream, **named):
+    if processors := named.get("logits_processors"):
+        note("inserted", processors=len(processors[0]))
+    return upstream(batch, *given, **named)
 
 
 def tokenize(generator, tokenizer, request, *given, upstream):
