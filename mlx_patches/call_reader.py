@@ -78,7 +78,7 @@ class Early(NamedTuple):
 class Held(NamedTuple):
     """A text after an opening marker. `origin`: the state it stood in; `tried`: up to where closing markers are.
 
-    `named`: it follows words and a blank, as in prose that names the marker; a call stands by itself.
+    `named`: it follows a word and a blank, as in prose that names the marker.
     """
 
     origin: str
@@ -92,7 +92,7 @@ class Held(NamedTuple):
 class State(NamedTuple):
     """`inner`: the wrapped splitter's. `held`: the newest text of the answer: white space, which is dropped if a call
     follows, or while `bare` the whole answer, which may yet be calls in JSON. `owed`: its letters that are in no part.
-    `call`: the text that may be a call; `called`: one was the last that came of the answer.
+    `call`: the text that may be a call; `called`: one was the last that came of the answer. `last`: its last letter.
     """
 
     inner: tuple
@@ -101,6 +101,7 @@ class State(NamedTuple):
     bare: bool = False
     call: Held | None = None
     called: bool = False
+    last: str = ""
 
 
 class CallReader:
@@ -187,10 +188,9 @@ class CallReader:
 
     def _hold(self, state: State, origin: str, marker: str, parts: Parts) -> State:
         """The marker of a call is complete."""
-        begins = state.bare or state.called
         if origin != REASONING:
             state = self._answer(state._replace(bare=False), "", parts)
-        named = not begins and state.held != "" and "\n" not in state.held
+        named = not state.called and state.last.isalnum() and state.held != "" and "\n" not in state.held
         return state._replace(call=Held(origin, marker, named))
 
     def _judge(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
@@ -320,7 +320,7 @@ class CallReader:
         left = min(len(blank), owed)
         if said:
             parts.append(Part(ANSWER, said, owed - left))
-            state = state._replace(called=False)
+            state = state._replace(called=False, last=said[-1])
         return state._replace(bare=False, held=blank, owed=left)
 
     def _send_early(self, held: Held, parts: Parts) -> Held:
