@@ -2,13 +2,12 @@
 
 The scripted model replies with the prompt's own text, so a plain reply, one under all limits and one under a schema
 with an endless array are of the same words. Its step reads the whole history, and so takes longer at the end in every
-row; what a watcher adds is the difference to the plain row. Medians of three rounds.
+row; what a watcher adds is the difference to the plain row.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Iterator
 
 from tests.bench.replies import FLAGS, LIMITS, PLAIN, SMALL, ask
@@ -37,7 +36,7 @@ def array(tokens: int) -> str:
 
 
 def table(short: bool) -> Iterator[str]:
-    tokens, some, rounds = (400, 100, 1) if short else (TOKENS, SOME, 3)
+    tokens, some = (400, 100) if short else (TOKENS, SOME)
     schema = {"type": "array", "items": SMALL}
     held = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
     cases = [
@@ -52,15 +51,12 @@ def table(short: bool) -> Iterator[str]:
     server = Server(model_folder("scripted", style="plain"), *FLAGS)
     try:
         for what, text, body in cases:
-            firsts, lasts = [], []
-            for _ in range(rounds):
-                reply = ask(server, text(2 * tokens), max_tokens=tokens, temperature=0, **body)
-                if reply.tokens != tokens:
-                    raise RuntimeError(f"{what} ended after {reply.tokens} tokens")
-                each = 1e6 * len(reply.times) / reply.tokens / some
-                firsts.append(each * (reply.times[some] - reply.times[0]))
-                lasts.append(each * (reply.times[-1] - reply.times[-1 - some]))
-            first, last = statistics.median(firsts), statistics.median(lasts)
+            reply = ask(server, text(tokens), max_tokens=tokens, temperature=0, **body)
+            if reply.tokens != tokens:
+                raise RuntimeError(f"{what} ended after {reply.tokens} tokens")
+            each = 1e6 * len(reply.times) / reply.tokens / some
+            first = each * (reply.times[some] - reply.times[0])
+            last = each * (reply.times[-1] - reply.times[-1 - some])
             yield f"| {what} | {first:.0f} | {last:.0f} | {last / first:.2f} |"
     finally:
         server.stop()

@@ -45,8 +45,8 @@ SCHEMAS = {
     "hard": "Github_hard---o5353",  # patterns, enums, optional properties, no others allowed
 }
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-ROUNDS, TOKENS = 15, 100
-FIRST_ROUNDS = 25
+ROUNDS, TOKENS = 3, 48
+FIRST_ROUNDS = 7
 START_SECONDS = 60
 
 

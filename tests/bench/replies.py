@@ -70,39 +70,54 @@ def schema(size: str) -> dict:
 
 
 class Case(NamedTuple):
-    """`one`, `other`: (server, the bodies of the replies that run side by side); the row is their ratio."""
+    """`one`, `other`: (server, the bodies of the replies that run side by side); the row is their ratio.
+
+    `quick`: on the wide model alone, whose steps are.
+    """
 
     what: str
     target: str
     one: tuple[str, list[dict]]
     other: tuple[str, list[dict]]
     prompt: str = STORY
+    quick: bool = False
 
 
 LONG_PROMPT = {"max_tokens": 32}
 CASES = [
     Case("plain, ours / mlx_lm.server", "≥ 0.99", ("ours", [PLAIN]), ("mlx_lm", [{}])),
-    Case("plain, 4 side by side, ours / mlx_lm.server", "≥ 0.99", ("ours", [PLAIN] * 4), ("mlx_lm", [{}] * 4)),
+    Case(
+        "plain, 4 side by side, ours / mlx_lm.server", "≥ 0.99", ("ours", [PLAIN] * 4), ("mlx_lm", [{}] * 4), quick=True
+    ),
     Case("plain, 8 side by side, ours / mlx_lm.server", "≥ 0.99", ("ours", [PLAIN] * 8), ("mlx_lm", [{}] * 8)),
     Case("plain, prompt of 2,000 tokens, ours / mlx_lm.server", "≥ 0.99", ("ours", [PLAIN]), ("mlx_lm", [{}]), LONG),
-    Case("thinking budget / off", "≥ 0.98", ("ours", [BUDGET]), ("ours", [PLAIN])),
-    Case("loop limits, answer judged / off", "≥ 0.98", ("ours", [LOOPS]), ("ours", [PLAIN])),
+    Case("thinking budget / off", "≥ 0.98", ("ours", [BUDGET]), ("ours", [PLAIN]), quick=True),
+    Case("loop limits, answer judged / off", "≥ 0.98", ("ours", [LOOPS]), ("ours", [PLAIN]), quick=True),
     Case("all limits / mlx_lm.server", "≥ 0.98", ("ours", [LIMITS]), ("mlx_lm", [{}])),
     Case("small schema / plain", "≥ 0.97", ("ours", [schema("small")]), ("ours", [PLAIN])),
     Case("medium schema / plain", "≥ 0.97", ("ours", [schema("medium")]), ("ours", [PLAIN])),
     Case("hard schema / plain", "≥ 0.97", ("ours", [schema("hard")]), ("ours", [PLAIN])),
-    Case("schema, prompt of 2,000 tokens / plain", "≥ 0.97", ("ours", [schema("medium")]), ("ours", [PLAIN]), LONG),
-    Case("4 schemas side by side / 4 plain", "≥ 0.96", ("ours", [schema("medium")] * 4), ("ours", [PLAIN] * 4)),
+    Case(
+        "schema, prompt of 2,000 tokens / plain", "≥ 0.97", ("ours", [schema("medium")]), ("ours", [PLAIN]), LONG, True
+    ),
+    Case(
+        "4 schemas side by side / 4 plain",
+        "≥ 0.96",
+        ("ours", [schema("medium")] * 4),
+        ("ours", [PLAIN] * 4),
+        quick=True,
+    ),
     Case("8 schemas side by side, alike / 8 plain", "≥ 0.96", ("ours", [schema("medium")] * 8), ("ours", [PLAIN] * 8)),
     Case(
         "8 side by side, mixed / 8 plain",
         "≥ 0.96",
         ("ours", [*map(schema, ITEMS), *map(schema, ITEMS), LIMITS, PLAIN]),
         ("ours", [PLAIN] * 8),
+        quick=True,
     ),
     Case("tools in auto, ours / mlx_lm.server", "≥ 0.99", ("ours", [PLAIN | TOOLS]), ("mlx_lm", [TOOLS])),
     Case("the same twice (noise)", "1", ("ours", [PLAIN]), ("ours", [PLAIN])),
-    Case("8 side by side, the same twice (noise)", "1", ("ours", [PLAIN] * 8), ("ours", [PLAIN] * 8)),
+    Case("8 side by side, the same twice (noise)", "1", ("ours", [PLAIN] * 8), ("ours", [PLAIN] * 8), quick=True),
 ]
 THINKING = [
     Case(
@@ -186,10 +201,11 @@ def table(short: bool) -> Iterator[str]:
     yield "| model | what | target | ratio: median (quartiles) | pairs × tokens |"
     yield "| --- | --- | --- | --- | --- |"
     demo, tiny = demo_model.folder(), wide()
-    groups = [("wide", tiny, (), CASES, 15, 200), ("wide", wide(style="think"), (), THINKING, 15, 200)]
-    groups += [("demo", demo, (), CASES, 7, 64), ("demo", demo, ("--draft-model", demo), DRAFT, 7, 64)]
+    groups = [("wide", tiny, (), CASES, 7, 128), ("wide", wide(style="think"), (), THINKING, 7, 128)]
+    slow = [case for case in CASES if not case.quick]
+    groups += [("demo", demo, (), slow, 3, 48), ("demo", demo, ("--draft-model", demo), DRAFT, 3, 48)]
     if short:
-        groups = [("wide", tiny, (), CASES[:1] + CASES[8:9], 1, 8)]
+        groups = [("wide", tiny, (), [CASES[0], *(case for case in CASES if "medium" in case.what)], 1, 8)]
     for model, folder, flags, cases, rounds, tokens in groups:
         found = servers(folder, *flags)
         try:
