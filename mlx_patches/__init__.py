@@ -29,6 +29,9 @@ keepalive.py          comment lines while nothing comes
 cancellation.py       a client that is gone
 tool_choice.py        which tool calls may come
 tool_grammars.py      a model's way of writing a call → a grammar
+tag_grammars.py       the same for parameters between tags
+gemma_grammars.py     the same for Gemma's objects
+grammar_rules.py      what all of them write their rules with
 survival.py           a fault stays with its request, the generation thread comes back
 process.py            starting, the ready line, ending
 model_names.py        one process serves one model

@@ -33,9 +33,10 @@ from llguidance import LLMatcher
 
 from localServerCommon import Refused
 from mlx_patches.argument_values import properties, property_schema
+from mlx_patches.grammar_rules import Specials, Tool, literal
 from mlx_patches.json_schemas import Dropped, Prepared, prepare
 from mlx_patches.structured_output import Grammar, Kept
-from mlx_patches.tool_grammars import FORMATS, Calls, Specials, Tool, call_rules, literal
+from mlx_patches.tool_grammars import FORMATS, Calls, call_rules
 
 ANY_OBJECT = Prepared('{"type":"object"}', (Dropped("parameters", "parameters", "no grammar holds them"),))
 PAUSE = 0.0001  # seconds between two tools, in which another thread gets the interpreter
@@ -294,7 +295,7 @@ class ToolFormat:
         return True
 
     def _reply(self, calls: Calls, rules: ToolRules, answer: Grammar | None) -> Grammar:
-        unit = "block" if self.headed else f"{BREAK} {self._literal(self.start)} block {self._literal(self.end)}"
+        unit = "block" if self.headed else f"{BREAK} {self._literal(self.start)} block"
         together = rules.several and self.end
         other = "" if answer is None else f" | {LINE if self.headed else ''} @answer"
         lines = [f"start: calls{other}", f"calls: ({unit}){'+' if together else ''}"]
@@ -306,12 +307,11 @@ class ToolFormat:
         return Grammar(json.dumps({"grammars": grammars}), answer.param if answer else "tools", kind, left_out)
 
     def _block(self, calls: Calls) -> Grammar:
-        lines = [f"start: block {self._literal(self.end)}", calls.rules]
-        grammars = [{"lark_grammar": "\n".join(lines)}]
+        grammars = [{"lark_grammar": f"start: block\n{calls.rules}"}]
         return Grammar(json.dumps({"grammars": grammars}), "tools", "tools", calls.not_enforced)
 
     def _calls(self, rules: ToolRules, tools: list[Tool]) -> Calls:
-        return call_rules(self.form, tools, self.specials, rules.several)
+        return call_rules(self.form, tools, self.specials, rules.several, self.end)
 
     def _literal(self, text: str) -> str:
         return literal(text, self.specials) if text else ""

@@ -288,14 +288,14 @@ class Tags:
             if opened > closed and not cdata:
                 # A whole example may stand inside the value; or a tag lacks its end.
                 if missing := self._missing(text, start, end.start(), others):
-                    return missing
+                    return unbalanced or missing
                 unbalanced = unbalanced or (value, end.end())
                 continue
             if not cdata and (missing := self._missing(text, start, end.start(), others, calls=scope.tools)):
                 return missing
             return value, end.end()
         if not cdata and (missing := self._missing(text, start, len(text), others, calls=scope.tools, last=True)):
-            return missing
+            return unbalanced or missing
         if not scope.loose:
             raise Open
         return unbalanced or (text[start:], len(text))

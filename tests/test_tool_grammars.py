@@ -23,12 +23,13 @@ from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import load
 
 from localServerCommon import Refused
+from mlx_patches.grammar_rules import Specials, Tool, literal
 from mlx_patches.json_schemas import prepare
 from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import build_tokenizer
 from mlx_patches.tool_arguments import Calls
 from mlx_patches.tool_choice import NAME
-from mlx_patches.tool_grammars import FORMATS, Specials, Tool, call_rules, literal
+from mlx_patches.tool_grammars import FORMATS, call_rules
 from tests.test_schema_sample import CLOSERS, cases
 from tests.tiny_models import model_folder
 from tests.tool_texts import markers, written
@@ -70,7 +71,7 @@ def read(name: str, text: str, tools: list[dict]) -> list[tuple[str, dict]]:
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     name = parser.parse_tool_call.__module__.rpartition(".")[2]
     reader = Calls(name, parser.parse_tool_call, parser.tool_call_start, parser.tool_call_end, tools)
-    calls, rest = reader.read(text, known=False)
+    calls, rest = reader.read(text.removesuffix(parser.tool_call_end), known=False)
     assert not rest.strip()
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
@@ -106,7 +107,7 @@ def run(name: str, sets: list[dict[str, dict]], walks: int) -> tuple[collections
     counts, wrong = collections.Counter(), []
     for number, schemas in enumerate(sets):
         tools = prepared_tools(schemas)
-        calls = call_rules(FORMATS[name], tools, {}, several=True)
+        calls = call_rules(FORMATS[name], tools, Specials(), several=True, end=markers(name)[1])
         lark = f"start: block\n{calls.rules}"
         matcher = LLMatcher(vocabulary()[1], json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0)
         if matcher.is_error():
@@ -146,7 +147,9 @@ def test_walks_are_calls_that_validate(name):
 
 def grammar(name: str, schema: dict, tool: str = "f") -> tuple[LLMatcher, tuple[str, ...]]:
     """(the matcher of a call of `tool`, what it does not hold)."""
-    calls = call_rules(FORMATS[name], [Tool(tool, prepare(schema, param="f"))], {}, several=False)
+    calls = call_rules(
+        FORMATS[name], [Tool(tool, prepare(schema, param="f"))], Specials(), several=False, end=markers(name)[1]
+    )
     lark = f"start: block\n{calls.rules}"
     matcher = LLMatcher(vocabulary()[1], json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -169,8 +172,8 @@ def walks(name: str, schema: dict, count: int = 4) -> tuple[list[dict], tuple[st
 
 
 def allows(name: str, schema: dict, text: str, tool: str = "f") -> bool:
-    """Whether `text` is a whole block."""
-    tokens = vocabulary()[0].encode(text, add_special_tokens=False)
+    """Whether `text` is a whole block, but for the marker after it."""
+    tokens = vocabulary()[0].encode(text + markers(name)[1], add_special_tokens=False)
     matcher, _ = grammar(name, schema, tool)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
