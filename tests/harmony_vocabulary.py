@@ -14,10 +14,11 @@ import os
 import shutil
 import subprocess
 import tarfile
-import tempfile
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.kept_folders import made_once
 
 CACHE = Path(__file__).parent.parent / ".cache" / "harmony"
 PACKAGE = "js-tiktoken@1.0.21"
@@ -48,22 +49,18 @@ def encoding():
 @functools.cache
 def folder() -> Path:
     """Raises RuntimeError where npm is missing or the package is not what it was."""
-    if not CACHE.exists():
-        CACHE.parent.mkdir(exist_ok=True)
-        new = Path(tempfile.mkdtemp(dir=CACHE.parent))
-        source = _fetch(new)
-        ranks = _ranks(source["bpe_ranks"])
-        lines = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()).encode()
-        if hashlib.sha256(lines).hexdigest() != SHA256:
-            raise RuntimeError(f"{PACKAGE} has other ranks than o200k_base")
-        (new / "o200k_base.tiktoken").write_bytes(lines)
-        names = {rank: SPECIAL.get(rank, f"<|reserved_{rank}|>") for rank in range(199998, WIDTH)}
-        byte_level_bpe(ranks, source["pat_str"], names).save(str(new / "tokenizer.json"))
-        try:
-            os.rename(new, CACHE)
-        except OSError:  # another process was first
-            shutil.rmtree(new)
-    return CACHE
+    return made_once(CACHE, _write)
+
+
+def _write(new: Path) -> None:
+    source = _fetch(new)
+    ranks = _ranks(source["bpe_ranks"])
+    lines = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()).encode()
+    if hashlib.sha256(lines).hexdigest() != SHA256:
+        raise RuntimeError(f"{PACKAGE} has other ranks than o200k_base")
+    (new / "o200k_base.tiktoken").write_bytes(lines)
+    names = {rank: SPECIAL.get(rank, f"<|reserved_{rank}|>") for rank in range(199998, WIDTH)}
+    byte_level_bpe(ranks, source["pat_str"], names).save(str(new / "tokenizer.json"))
 
 
 def _fetch(into: Path) -> dict:

@@ -13,10 +13,7 @@ token with and without a space before it, and so are JSON's usual runs such as '
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -25,6 +22,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests import tool_templates
+from tests.kept_folders import made_once
 from tests.tool_templates import CALLS, CONFIGURED, with_calls
 from tests.tool_templates import TOKENS as CALL_TOKENS
 
@@ -307,12 +305,4 @@ def model_folder(kind: str, **options) -> Path:
         + version("tokenizers").encode()
     )
     folder = CACHE / f"{kind}-{hashlib.sha256(source + repr(made_of).encode()).hexdigest()[:12]}"
-    if not folder.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(dir=CACHE))
-        write_model(new, kind, **options)
-        try:
-            os.rename(new, folder)
-        except OSError:  # another process was first
-            shutil.rmtree(new)
-    return folder
+    return made_once(folder, lambda new: write_model(new, kind, **options))

@@ -11,11 +11,8 @@ import base64
 import functools
 import hashlib
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_patches import demo_model
 from tests import harmony_vocabulary
+from tests.kept_folders import made_once
 
 CACHE = Path(__file__).parent.parent / ".cache" / "tekken"
 WHEEL = "mistral-common==1.13.1"
@@ -57,21 +55,17 @@ def vocabulary(size: str) -> Vocabulary:
 
 def tekken_folder() -> Path:
     """Holds tokenizer.json. Raises RuntimeError where the wheel cannot be fetched or is not what it was."""
-    if not CACHE.exists():
-        CACHE.parent.mkdir(exist_ok=True)
-        new = Path(tempfile.mkdtemp(dir=CACHE.parent))
-        source = json.loads(_fetch(new))
-        special = source["config"]["default_num_special_tokens"]
-        words = source["vocab"][: source["config"]["default_vocab_size"] - special]
-        ranks = {base64.b64decode(word["token_bytes"]): special + word["rank"] for word in words}
-        names = {token: f"<SPECIAL_{token}>" for token in range(special)} | {0: "<unk>", 1: "<s>", 2: "</s>"}
-        tokenizer = harmony_vocabulary.byte_level_bpe(ranks, source["config"]["pattern"], names)
-        tokenizer.save(str(new / "tokenizer.json"))
-        try:
-            os.rename(new, CACHE)
-        except OSError:  # another process was first
-            shutil.rmtree(new)
-    return CACHE
+    return made_once(CACHE, _write)
+
+
+def _write(new: Path) -> None:
+    source = json.loads(_fetch(new))
+    special = source["config"]["default_num_special_tokens"]
+    words = source["vocab"][: source["config"]["default_vocab_size"] - special]
+    ranks = {base64.b64decode(word["token_bytes"]): special + word["rank"] for word in words}
+    names = {token: f"<SPECIAL_{token}>" for token in range(special)} | {0: "<unk>", 1: "<s>", 2: "</s>"}
+    tokenizer = harmony_vocabulary.byte_level_bpe(ranks, source["config"]["pattern"], names)
+    tokenizer.save(str(new / "tokenizer.json"))
 
 
 def _fetch(into: Path) -> bytes:
