@@ -42,6 +42,7 @@ from mlx_patches.chat_messages import ReadsMessages
 from mlx_patches.chat_wire import ChatEncoder, CompletionEncoder, Head
 from mlx_patches.context_window import HoldsContextWindow, note_window
 from mlx_patches.draft_models import RefusesDrafts, draft_complaint
+from mlx_patches.early_tokenizer import LoadsTokenizerEarly, begin_at_weights, hand_over
 from mlx_patches.harmony import RendersHarmony, SpeaksHarmony
 from mlx_patches.keepalive import KeepsAlive
 from mlx_patches.model_names import ServesOneModel
@@ -56,7 +57,15 @@ from mlx_patches.tool_choice import ChoosesTools
 from mlx_patches.watched_replies import WatchesReplies
 
 
-class Provider(ServesOneModel, RefusesDrafts, CompilesGrammars, SpeaksHarmony, LearnsReplyFormat, server.ModelProvider):
+class Provider(
+    ServesOneModel,
+    RefusesDrafts,
+    LoadsTokenizerEarly,
+    CompilesGrammars,
+    SpeaksHarmony,
+    LearnsReplyFormat,
+    server.ModelProvider,
+):
     """The loaded model, and what belongs to it."""
 
 
@@ -81,6 +90,8 @@ SWAPS = (
     ("server.ModelProvider", lambda upstream: Provider),
     ("server.run", lambda upstream: run),
     ("server.load_processor", note_window),
+    ("utils.load_model", begin_at_weights),
+    ("utils.load_tokenizer", hand_over),
     ("server._make_logits_processors", watched_replies.add_watcher),
     ("server._make_logits_processors", survival.guard_processors),
     ("server._make_sampler", padded_rows.sample_named_tokens),
@@ -94,11 +105,7 @@ SWAPS = (
 )
 
 
-ENCODERS = {
-    "/v1/chat/completions": ChatEncoder,
-    "/chat/completions": ChatEncoder,
-    "/v1/completions": CompletionEncoder,
-}
+ENCODERS = {"/v1/chat/completions": ChatEncoder, "/chat/completions": ChatEncoder, "/v1/completions": CompletionEncoder}
 
 
 class Handler(KeepsAlive, ChecksCallers, JsonHandler, server.APIHandler):
@@ -112,10 +119,8 @@ class Handler(KeepsAlive, ChecksCallers, JsonHandler, server.APIHandler):
         path = self.path.partition("?")[0].rstrip("/")
         if path == "/health":
             self.send_json(*process.health(self.response_generator))
-        elif path == "/v1/models":
-            self.send_json(200, model_names.model_list(self.flags, self.created))
-        elif path.startswith("/v1/models/"):
-            wanted = unquote(path.removeprefix("/v1/models/"))
+        elif f"{path}/".startswith("/v1/models/"):
+            wanted = unquote(path.removeprefix("/v1/models").removeprefix("/")) or None
             self.answer(lambda: self.send_json(200, model_names.model_list(self.flags, self.created, wanted)))
         else:
             self.send_refused(Refused(f"there is nothing at {path}", status=404, code="not_found"))
@@ -157,10 +162,9 @@ class Handler(KeepsAlive, ChecksCallers, JsonHandler, server.APIHandler):
         return seen[-1]
 
     def log_reply(self, end: Finished):
-        seconds = time.monotonic() - self.begun
         counts = f"{end.prompt_tokens} -> {end.completion_tokens} tokens, {max(end.cached_tokens, 0)} cached"
         reason = end.reason if end.cut is None else f"{end.reason}, cut: {end.cut}"
-        self.log_line(f"{counts}, {end.completion_tokens / seconds:.1f} tokens/s, {reason}")
+        self.log_line(f"{counts}, {end.completion_tokens / (time.monotonic() - self.begun):.1f} tokens/s, {reason}")
 
 
 def run(host: str, port: int, provider: Provider) -> None:

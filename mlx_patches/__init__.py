@@ -9,6 +9,7 @@ context_window.py     a prompt and its reply fit into the model's window
 structured_output.py  response_format and its kin → a llguidance grammar, compiled and cached
 json_schemas.py       a JSON schema made such that a grammar holds to it, and what had to be left out
 schema_keywords.py    what llguidance holds of one schema's keywords
+early_tokenizer.py    the tokenizer is loaded beside the weights
 reply_format.py       how a model writes a reply: thinking markers, end tokens, the text of a token
 harmony.py            the Harmony reply format (gpt-oss)
 harmony_headers.py    the words of its headers

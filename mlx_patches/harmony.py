@@ -24,7 +24,18 @@ import mlx.core as mx
 from mlx_patches.call_reader import CALL, Arguments, Closed, Dropped, Opened
 from mlx_patches.chat_messages import text_of
 from mlx_patches.harmony_headers import ANALYSIS, FINAL, TOOL, Names, Tokens, Words, body_kind, read_words
-from mlx_patches.reply_format import ANSWER, HEADER, MARKER, REASONING, START, Part, Parts, decode, vocabulary_of
+from mlx_patches.reply_format import (
+    ANSWER,
+    HEADER,
+    MARKER,
+    REASONING,
+    START,
+    Part,
+    Parts,
+    ReplyFormat,
+    decode,
+    vocabulary_of,
+)
 
 REQUIRED = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 
@@ -345,11 +356,10 @@ def parse_call(text: str, tools: Any = None) -> dict:
 class SpeaksHarmony:
     """Mixin for ModelProvider: a vocabulary with Harmony's markers is told to mlx_lm and to the reply format."""
 
-    def _load(self, *model_key: Any) -> None:
-        super()._load(*model_key)
-        tokenizer, form = self.tokenizer, self.reply_format
+    def reply_format_of(self, tokenizer: Any, width: int) -> ReplyFormat:
+        form = super().reply_format_of(tokenizer, width)
         if not HarmonyFormat.spoken_by(tokenizer):
-            return
+            return form
         form.messages = HarmonyFormat(tokenizer, form.token_bytes)
         ends = {form.messages.ids[name] for name in ("<|call|>", "<|return|>") if name in form.messages.ids}
         tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *ends}
@@ -357,6 +367,7 @@ class SpeaksHarmony:
         # What a tool call is read by, for mlx_lm and for who looks which format the model writes.
         tokenizer._tool_call_start, tokenizer._tool_call_end = "<|channel|>commentary to=", "<|call|>"
         tokenizer._tool_parser = parse_call
+        return form
 
 
 def past_turns(messages: list[dict]) -> list[dict]:

@@ -356,7 +356,10 @@ class LearnsReplyFormat:
 
     def _load(self, *model_key) -> None:
         super()._load(*model_key)
-        self.reply_format = ReplyFormat(self.tokenizer, output_width(self.model, self.tokenizer))
+        self.reply_format = self.reply_format_of(self.tokenizer, output_width(self.model, self.tokenizer))
+
+    def reply_format_of(self, tokenizer: Any, width: int) -> ReplyFormat:
+        return ReplyFormat(tokenizer, width)
 
 
 def output_width(model, tokenizer) -> int:

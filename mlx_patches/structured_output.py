@@ -359,10 +359,13 @@ class CompilesGrammars:
         self._grammars = Future()
         Thread(target=self._read_vocabulary, args=(self._grammars, self.reply_format), daemon=True).start()
 
+    def words_of(self, form: ReplyFormat) -> LLTokenizer:
+        return build_tokenizer(form)
+
     def _read_vocabulary(self, grammars: Future, form: ReplyFormat) -> None:
         self.settled.wait()
         try:
-            grammars.set_result(GrammarCompiler(build_tokenizer(form)))
+            grammars.set_result(GrammarCompiler(self.words_of(form)))
         except BaseException as fault:
             grammars.set_exception(fault)
         form.scan_vocabulary()
