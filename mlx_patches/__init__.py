@@ -22,7 +22,8 @@ stop_strings.py       stop strings, matched on text
 call_reader.py        calls read out of a reply as it comes
 tool_arguments.py     a text between call markers → calls: mlx_lm's parsers, made total
 tool_formats.py       which shapes each of mlx_lm's tool formats has
-tool_dialects.py      the shapes of calls: JSON, JSON behind a header, tags, Python
+tool_dialects.py      the shapes of calls: JSON, JSON behind a header, Python
+tag_dialects.py       parameters between tags: where a value ends
 argument_values.py    values that a model wrote → JSON, by their schema
 reply_events.py       generated tokens → one stream of events
 chat_wire.py          the events as chat completions and completions write them

@@ -302,3 +302,12 @@ def properties(schema: Any) -> dict[str, Any]:
 def property_schema(schema: Any, name: str) -> Any:
     others = schema.get("additionalProperties") if isinstance(schema, dict) else {}
     return properties(schema).get(name, others)
+
+
+def followers(schema: Any, name: str) -> list[str]:
+    """The properties that may come after `name` where they stand in their order: up to the first that must."""
+    required = schema.get("required", []) if isinstance(schema, dict) else []
+    known = properties(schema)
+    names = [each for each in dict.fromkeys([*known, *required]) if known.get(each) is not False]
+    rest = names[names.index(name) + 1 :] if name in names else []
+    return rest[: next((at + 1 for at, each in enumerate(rest) if each in required), len(rest))]

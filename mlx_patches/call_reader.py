@@ -109,9 +109,8 @@ class CallReader:
 
     exact = by_tokens = False
 
-    def __init__(self, inner: TextSplitter, calls: Calls, fits: Callable[[str, str], bool] = lambda *call: True):
-        """`fits`: whether a call that no grammar saw may come, by its name and arguments; it may take its time."""
-        self._inner, self._calls, self._fits = inner, calls, fits
+    def __init__(self, inner: TextSplitter, calls: Calls):
+        self._inner, self._calls = inner, calls
         self.first = State(inner.first, bare=bool(calls.tools))
 
     def units(self, text: str) -> int:
@@ -149,8 +148,7 @@ class CallReader:
         if state.held.strip() and not cut:
             try:
                 calls = self._calls.read_bare(state.held)
-                if all(self._fits(call.name, call.arguments) for call in calls):
-                    return [*parts, Part(CALL, "", state.owed, self._steps(calls, Early()))]
+                return [*parts, Part(CALL, "", state.owed, self._steps(calls, Early()))]
             except Broken:
                 pass
         if state.called and not state.held.strip():
@@ -385,13 +383,14 @@ def reading_calls(
     tools: Any,
     rules: ToolRules | None = None,
     fits: Callable[[str, str], bool] = lambda name, arguments: True,
+    held: bool = False,
 ) -> TextSplitter | CallReader:
     """`splitter`, or one around it that reads calls. `tokenizer`: mlx_lm's TokenizerWrapper.
 
-    `rules`, `fits` (of a name and arguments): what a call must be that no grammar saw.
+    `rules`, `fits` (of a name and arguments): what a call must be that no grammar saw. `held`: one sees blocks.
     """
     name = tokenizer.tool_parser.__module__.rpartition(".")[2] if tokenizer.has_tool_calling else None
     if name is None and not tools:
         return splitter
     start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    return CallReader(splitter, Calls(name, tokenizer.tool_parser, start, end, tools, rules), fits)
+    return CallReader(splitter, Calls(name, tokenizer.tool_parser, start, end, tools, rules, fits, held))

@@ -144,7 +144,7 @@ class ChatEncoder(_Encoder):
         whole = Whole.of(events)
         message: dict[str, Any] = {"role": "assistant", "content": whole.text, **whole.reasoning_fields()}
         if whole.calls:
-            message["tool_calls"] = whole.calls
+            message |= {"content": whole.text or None, "tool_calls": whole.calls}
         choice = {"index": 0, "message": message, "finish_reason": whole.end.reason, **cut(whole.end)}
         if self._logprobs:
             choice["logprobs"] = {"content": [_entry(e) for e in whole.logprobs]}

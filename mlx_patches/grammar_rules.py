@@ -82,11 +82,11 @@ def escaped(text: str) -> str:
 class Rules:
     """Writes the rules of each tool's call; rule names are numbered, so that none can clash.
 
-    `reader`: what reads such calls. `end`: the marker after a block.
+    `reader`: what reads such calls. `end`: the marker after a block. `several`: it may hold more than one call.
     """
 
-    def __init__(self, form: Format, reader: Reader, specials: Specials, end: str):
-        self.form, self.specials, self.end = form, specials, end
+    def __init__(self, form: Format, reader: Reader, specials: Specials, end: str, several: bool):
+        self.form, self.specials, self.end, self.several = form, specials, end, several
         self._reader = reader
         self._break = ' "\\n"?' if form.value else ""
         self.rules: list[str] = []
@@ -138,15 +138,18 @@ class Rules:
 
     def _until(self, text: str, stop: str, whole: bool = False) -> str:
         """`text` (a Lark terminal) and its first `stop`. `whole`: all of it fits `text`, and no stop stands inside."""
-        if self.specials.pieces(stop) != [stop] or stop in self.specials:
+        if not self._all_letters(stop):
             # A special token may be spelled as text as well.
-            return f"{self._rule(f'{text} & ~/(?s:.*){escaped(stop)}(?s:.*)/', 'R')} {self.literal(stop)}"
-        return self._lazy(f"({text}) /{escaped(stop)}/", escaped(stop) if whole else "")
+            return f"({self._rule(f'{text} & ~/(?s:.*){escaped(stop)}(?s:.*)/', 'R')} {self.literal(stop)})"
+        longer = f" & ~/(?s:.*){escaped(stop)}(?s:.+)/" if whole else ""
+        return self._lazy(f"({text}) /{escaped(stop)}/{longer}")
 
-    def _lazy(self, text: str, inside: str = "") -> str:
-        """`text` up to where it first fits. `inside`: what may only end it."""
-        longer = f" & ~/(?s:.*){inside}(?s:.+)/" if inside else ""
-        return self._rule(self._rule(f"{text}{longer}", "T"), "lazy", "[lazy]")
+    def _lazy(self, text: str) -> str:
+        """`text` up to where it first fits."""
+        return self._rule(self._rule(text, "T"), "lazy", "[lazy]")
+
+    def _all_letters(self, text: str) -> bool:
+        return not any(piece in self.specials for piece in self.specials.pieces(text))
 
     def _regex(self, schema: dict, path: str) -> str:
         """A Lark terminal for the strings that fit `schema`."""
@@ -212,7 +215,8 @@ class Rules:
         argument = form.parameter.format(name) + form.value + as_text(value) + form.end
         if form.shape == "gemma":
             argument = f"{{{name}:{self._gemma_text(value)}}}"
-        scope = Scope({"f": {"properties": {name: {"const": value}}}})
+        root = {**properties(self._root), name: {"const": value}}
+        scope = Scope({"f": {"properties": root}}, ordered=True)
         try:
             calls, _ = read_all(form.head.format("f") + argument + form.tail, self._reader, scope)
         except (Broken, Open):

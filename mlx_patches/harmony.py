@@ -24,18 +24,7 @@ import mlx.core as mx
 from mlx_patches.call_reader import CALL, Arguments, Closed, Dropped, Opened
 from mlx_patches.chat_messages import text_of
 from mlx_patches.harmony_headers import ANALYSIS, FINAL, TOOL, Names, Tokens, Words, body_kind, read_words
-from mlx_patches.reply_format import (
-    ANSWER,
-    HEADER,
-    MARKER,
-    REASONING,
-    START,
-    Part,
-    Parts,
-    ReplyFormat,
-    decode,
-    vocabulary_of,
-)
+from mlx_patches.reply_format import ANSWER, HEADER, MARKER, REASONING, START, Part, Parts, decode, vocabulary_of
 
 REQUIRED = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 
@@ -356,7 +345,7 @@ def parse_call(text: str, tools: Any = None) -> dict:
 class SpeaksHarmony:
     """Mixin for ModelProvider: a vocabulary with Harmony's markers is told to mlx_lm and to the reply format."""
 
-    def reply_format_of(self, tokenizer: Any, width: int) -> ReplyFormat:
+    def reply_format_of(self, tokenizer: Any, width: int) -> Any:
         form = super().reply_format_of(tokenizer, width)
         if not HarmonyFormat.spoken_by(tokenizer):
             return form

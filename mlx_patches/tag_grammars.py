@@ -14,9 +14,10 @@ import json
 from typing import NamedTuple
 
 from mlx_patches.argument_values import as_text
-from mlx_patches.grammar_rules import ANY_TEXT, PLAIN, Rules, escaped, is_held, schema_of, types_of
+from mlx_patches.grammar_rules import ANY_TEXT, PLAIN, Rules, escaped, schema_of, types_of
 
-CDATA = r"\s*<!\[CDATA\["
+BLANKS = r"[\s\x1c-\x1f]*"  # as Python has them
+CDATA = BLANKS + r"<!\[CDATA\["
 LINE, MAYBE_LINE = r"\n", r"\n?"  # a break before markup
 NAME = r"[^\s<>\"']+"
 
@@ -37,18 +38,23 @@ class TagRules(Rules):
     def _after_head(self, root: dict) -> str:
         root = self._resolved(root)
         self._note(root, "", PLAIN)
+        tag, tail = self.form.parameter.strip(), self.form.tail.strip()
+        self._tag, self._tail, self._end = tag, tail, self.form.end.strip()
+        self._tags = [tag.split("{}")[0].split()[0], self._end, *([tail] if tail else [])]
+        # Whether tags may stand inside a string that are not its own end tag.
+        self._lettered = self._all_letters(tag + self._end + tail) and not self.form.cdata
         follows = Follows(self._rule(self._markup(self.end)))
-        if self.form.tail:
+        if tail:
             # Behind an end tag it may be missing.
             ending = self._rule(f"{self._markup(self.end)} | {self._ending(MAYBE_LINE)}")
-            follows = Follows(ending, self._rule(self._ending(LINE)) if self._has_tail else "")
+            follows = Follows(ending, self._rule(self._ending(LINE)) if self._lettered else "")
         given = [*self._properties(root, "")]
         if not root.get("properties") and root.get("additionalProperties") is not False:
             self._count += 1
             again = f"more_{self._count}"
-            before, after = self.form.parameter.split("{}")
+            before, after = tag.split("{}")
             value = self._tagged(schema_of(root.get("additionalProperties")), "*", Follows(again))
-            name = self._rule(r"/[\w.-]+/", "W")
+            name = self._rule(r"/[\w.-]{1,64}/", "W")
             self.rules.append(f"{again}: {self._markup(before)} {name} {self.literal(after)} {value} | {follows.rule}")
             return again
         for name, schema, required in reversed(given):
@@ -58,11 +64,11 @@ class TagRules(Rules):
     def _behind(self, name: str, schema: dict, required: bool, follows: Follows) -> Follows:
         """What may come where this parameter may, and then what `follows` it."""
         value = self._rule(self._tagged(schema, name, follows))
-        tag = self.form.parameter.format(name)
+        tag = self._tag.format(name)
         rule, bare, missing = f"{self._markup(tag)} {value}", "", ""
-        if self._has_tail:
+        if self._lettered:
             bare = f"{self._markup(tag, LINE)} {value}"
-            missing = f'{self._lexeme(f"{ANY_TEXT} /{LINE}{escaped(tag.strip())}/")} "\\n"? {value}'
+            missing = f"{self._lexeme(f'{ANY_TEXT} /{LINE}{escaped(tag)}/')} {value}"
         if required:
             return Follows(self._way(rule), self._way(bare), self._way(missing), (name,), over=False)
         return Follows(
@@ -77,15 +83,10 @@ class TagRules(Rules):
         given = " | ".join(filter(None, choices))
         return self._rule(given) if given else ""
 
-    @property
-    def _has_tail(self) -> bool:
-        """Whether a call has a closing tag of its own, and all its tags are letters."""
-        tags = self.form.parameter + self.form.end + self.form.tail
-        return bool(self.form.tail) and len(self.specials.pieces(tags)) == 1
-
     def _ending(self, line: str) -> str:
-        """The closing tag of a call, and its block's."""
-        return f'{self._markup(self.form.tail.strip(), line)} "\\n"? {self.literal(self.end)}'
+        """The closing tag of a call, and its block's, or the next call."""
+        end = self.literal(self.end)
+        return f'{self._markup(self._tail, line)} "\\n"? {f"({end} | call)" if self.several else end}'
 
     def _markup(self, text: str, line: str = MAYBE_LINE) -> str:
         first, *rest = self.specials.pieces(text) or [""]
@@ -95,56 +96,62 @@ class TagRules(Rules):
 
     def _tagged(self, schema: dict, path: str, follows: Follows) -> str:
         """A value, its end tag, and what follows. Where any text may stand, the reader takes all but null for text."""
-        schema, end = self._resolved(schema), f"{self.literal(self._end)} {follows.rule}"
-        end = f"({end} | {follows.bare})" if follows.bare else end
+        trimmed = self.form.parameter.endswith("\n")
+        schema, end = self._resolved(schema), f"{self._markup(self._end) if trimmed else self.literal(self._end)}"
+        end = f"({end} {follows.rule} | {follows.bare})" if follows.bare else f"{end} {follows.rule}"
+        lead = '"\\n"? ' if trimmed else ""
         choices: list[str] = []
         members = [self._writable(member, path) for member in self._members(schema)]
         is_text = any("type" in member and "string" in types_of(member) for member in members if "enum" not in member)
         for member in members:
             if "enum" in member:
                 values = [value for value in member["enum"] if not is_text or isinstance(value, str | None)]
-                choices += (f"{json.dumps(as_text(value))} {end}" for value in values)
+                choices += (f"{lead}{json.dumps(as_text(value))} {end}" for value in values)
                 continue
             if "string" in (types := types_of(member)):
                 choices.append(self._string(member, path, follows))
             if rest := [each for each in types if each != "string" and (not is_text or each == "null")]:
-                choices.append(f"{self._plain(member, rest)} {end}")
+                choices.append(f"{lead}{self._plain(member, rest)} {end}")
         return f"{self._break} {self.literal(self.form.value)} ({' | '.join(choices)})"
-
-    @property
-    def _end(self) -> str:
-        return self.form.end.removesuffix("\n")
 
     # Strings
 
     def _string(self, schema: dict, path: str, follows: Follows) -> str:
-        """A string, its end tag, and what follows. One whose length or form is held ends at its first end tag."""
-        text, held = self._regex(schema, path), is_held(schema)
+        """A string, its end tag, and what follows."""
+        text = self._regex(schema, path)
         free, section = text == ANY_TEXT, ""
         if self.form.cdata:
-            whole = self._lexeme(rf"/{CDATA}/ ({text}) /\]\]>\s*{escaped(self._end)}/")
+            whole = self._lexeme(rf"/{CDATA}/ ({text}) /\]\]>{BLANKS}{escaped(self._end)}/")
             section = f" | {whole} {follows.rule}"
             text = f"({text}) & ~/{CDATA}(?s:.*)/"
-        if free and self._has_tail:
+        if not free:
+            # A length or a form goes with the whole text, so no tag stands in it that could be its end.
+            line, end = ('"\\n" ', self.form.end[:-1]) if self.form.parameter.endswith("\n") else ("", self._end)
+            return f"{line}{self._until(self._tagless(text), end)} {follows.rule}{section}"
+        if self._lettered:
             return self._free(follows)
-        if free:
-            return f"{self._stopped(self._end, text)} {self._stopped(self._end, self._more)}* {follows.rule}{section}"
-        return f"{self._until(text, self._end, held)} {follows.rule}{section}"
+        if not self._all_letters(self._end):
+            text = self._tagless(text)
+        more = f"({text}) & {self._more}"
+        return f"{self._stopped(self._end, text)} {self._stopped(self._end, more)}* {follows.rule}{section}"
+
+    def _tagless(self, text: str) -> str:
+        return f"({text}) & ~/(?s:.*)({'|'.join(map(escaped, self._tags))})(?s:.*)/"
 
     def _free(self, follows: Follows) -> str:
         """Any text. It may hold examples, from a parameter's tag to its end tag and on to the call's closing tag."""
         self._count += 1
         fresh = beside = f"fresh_{self._count}"
-        end, more = self._stopped(self._end), self._stopped(self._end, self._more)
-        missing = f" | {follows.missing}" if follows.missing else ""
-        if follows.over:
+        end, more = self._stopped(self._end), self._stopped(self._end, f"{ANY_TEXT} & {self._more}")
+        tail = self._stopped(f"\n{self._tail}") if self._tail else ""
+        if tail:
             beside = f"beside_{self._count}"
-        text = f"{self._example(follows.names)} inside {beside} | {end} {more}* {follows.rule}{missing}"
-        if follows.over:
-            tail, over = self._stopped(f"\n{self.form.tail.strip()}"), self._markup(self.end)
-            # The closing tag behind an example is the example's, unless the block ends there.
-            self.rules.append(f"{beside}: {text} | {tail} ({fresh} | {over})")
-            text += f" | {tail} ({over} | {more}+ {follows.rule})"
+        text = f"{self._example(follows.names)} inside {beside} | {end} {more}* {follows.rule}"
+        text += f" | {follows.missing}" if follows.missing else ""
+        if tail:
+            self.rules.append(f"{beside}: {text} | {tail} {fresh}")  # an example's closing tag
+            over = f"{self._markup(self.end)} | " if follows.over else ""
+            text += f" | {tail} ({over}{more}+ {follows.rule})"
         self.rules.append(f"{fresh}: {text}")
         if "inside" not in self._shared:
             self._shared["inside"] = "inside"  # an example behind its tag, to its end tag
@@ -153,18 +160,21 @@ class TagRules(Rules):
 
     def _example(self, others: tuple[str, ...] = ()) -> str:
         """Text up to the tag of a parameter that is none of `others`."""
-        before, after = map(escaped, self.form.parameter.strip().split("{}"))
+        before, after = map(escaped, self._tag.split("{}"))
         name = f"(/{NAME}/ & ~/{'|'.join(map(escaped, others))}/)" if others else f"/{NAME}/"
-        return self._lexeme(rf"{ANY_TEXT} /\n{before}/ {name} /{after}/")
+        value = rf"\n?{escaped(self.form.value)}" if self.form.value else ""
+        return self._lexeme(rf"{ANY_TEXT} /\n{before}/ {name} /{after}{value}/")
 
     @property
     def _more(self) -> str:
-        """Text that the reader takes for no markup."""
-        named, after = self.form.head.strip().split("{}")
-        tags = [self.form.parameter.split("{}")[0], self.form.tail, self.end, named.strip('"') or after.strip('"')]
-        word = "" if named.startswith("<") else r"[^\s<>]*\s*"
+        """What text is not that begins as markup does."""
+        named, after = (each.strip().strip('"') for each in self.form.head.split("{}"))
+        tags = [*(tag for tag in self._tags if tag != self._end), self.end, named or after]
+        if self.form.cdata:
+            tags.append("<function")  # before a name, MiniCPM's opening marker
+        word = "" if named.startswith("<") else r"[^\s<>]*" + BLANKS
         begins = "|".join(escaped(tag.split()[0]) for tag in tags if tag)
-        return rf"{ANY_TEXT} & ~/\s*{word}({begins})(?s:.*)/"
+        return rf"~/{BLANKS}{word}({begins})(?s:.*)/"
 
     def _stopped(self, stop: str, text: str = ANY_TEXT) -> str:
         key = f"{stop} {text}"

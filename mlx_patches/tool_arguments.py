@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import regex
@@ -34,11 +35,23 @@ WRAPPED = re.compile(rf"\s*{LEAD}(.*?)(?:```|</tools>)?\s*", re.DOTALL)
 class Calls:
     """How one model's calls are read for one request."""
 
-    def __init__(self, name: str | None, parser: Any, start: str, end: str, tools: Any, rules: ToolRules | None = None):
+    def __init__(
+        self,
+        name: str | None,
+        parser: Any,
+        start: str,
+        end: str,
+        tools: Any,
+        rules: ToolRules | None = None,
+        fits: Callable[[str, str], bool] = lambda name, arguments: True,
+        held: bool = False,
+    ):
         """`name`: of mlx_lm's parser module; `parser`: its function, for what no row of FORMATS reads.
 
-        `rules`: which calls may come; where no grammar sees one, they are held to here.
+        `rules`, `fits`: which calls may come, and with which arguments, where no grammar sees one. `held`: one sees
+        those in blocks of the answer, and only it judges them.
         """
+        self._fits, self._held = fits, held
         self.tools = declared(tools)
         may_come = self.tools if rules is None else {tool.name for tool in rules.tools}
         self._may_come = {name: schema for name, schema in self.tools.items() if name in may_come}
@@ -72,18 +85,26 @@ class Calls:
 
     def read(self, body: str, *, known: bool, loose: bool = False, ended: bool = True) -> tuple[list[Call], str]:
         """(the calls that `body` begins with, what follows). Raises Broken, or Open. The flags are Scope's."""
+        calls, rest = self._read(body, known, loose, ended)
+        return (self._fitting(calls) if known or not self._held else calls)[: self.most], rest
+
+    def _read(self, body: str, known: bool, loose: bool, ended: bool) -> tuple[list[Call], str]:
+        tools, ordered = self._may_come if known else self.tools, self._held and not known
         if self.form is not None:
             try:
-                tools = self._may_come if known else self.tools
-                calls, rest = read_all(body, self.form, Scope(tools, loose, ended, known))
-                return calls[: self.most], rest
+                return read_all(body, self.form, Scope(tools, loose, ended, known, ordered))
             except Broken:
                 pass
         if not ended:
             raise Broken
         if self._parser is not None and (calls := self._read_upstream(body, known)):
-            return calls[: self.most], ""
+            return calls, ""
         return self._second_chance(body, SECOND_CHANCE), ""
+
+    def _fitting(self, calls: list[Call]) -> list[Call]:
+        if not all(self._fits(call.name, call.arguments) for call in calls):
+            raise Broken
+        return calls
 
     def read_bare(self, answer: str) -> list[Call]:
         """The calls that an answer is. Raises Broken."""
@@ -93,7 +114,7 @@ class Calls:
         text = WRAPPED.fullmatch(text)[1]  # type: ignore[index]
         for form in forms:
             try:
-                return read_all(text, form, Scope(self._may_come, known=True))[0][: self.most]
+                return self._fitting(read_all(text, form, Scope(self._may_come, known=True))[0])[: self.most]
             except (Broken, Open):
                 continue
         raise Broken

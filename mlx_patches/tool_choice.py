@@ -65,7 +65,8 @@ class Declared(NamedTuple):
             return Tool(self.name, prepare(json.loads(self.text), param=self.param, strict=self.strict))
         except Refused as refused:
             if self.strict:
-                raise
+                message = f"{refused.message} (tool {self.name}, strict)"
+                raise Refused(message, param=refused.param, code=refused.code) from None
             logging.warning("%s; the arguments of %s may be any object", refused.message, self.name)
             return Tool(self.name, ANY_OBJECT)
 
@@ -117,10 +118,10 @@ def _read_functions(tools: list) -> list[dict]:
         if name in names:
             raise Refused(f"tools[{at}].function.name: {name} is declared twice", param=f"tools[{at}].function.name")
         names.add(name)
-        if not isinstance(schema, dict | None):
-            raise Refused(
-                f"tools[{at}].function.parameters must be an object", param=f"tools[{at}].function.parameters"
-            )
+        kinds = schema.get("type") or "object" if isinstance(schema, dict) else "object"
+        if not isinstance(schema, dict | None) or "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            what = "must be an object, a schema of type object"
+            raise Refused(f"tools[{at}].function.parameters {what}", param=f"tools[{at}].function.parameters")
         if not isinstance(function.get("strict"), bool | None):
             raise Refused(f"tools[{at}].function.strict must be a boolean", param=f"tools[{at}].function.strict")
     return tools
@@ -250,6 +251,12 @@ class ToolFormat:
 
         return matcher
 
+    def is_call(self, rules: ToolRules) -> Callable[[str], bool]:
+        """Whether what follows a marker is more than prose: all that stands before a name, or a name."""
+        head = "".join(self.form.head.replace("{{", "{").partition("{}")[0].split())
+        names = {tool.name for tool in rules.tools}
+        return lambda text: len("".join(text.split())) >= len(head) if head else text.strip() in names
+
     def _make(self, rules: ToolRules, write: Callable, provider: Any, pause: Callable[[], Any] = bool) -> Grammar:
         """A grammar that is compiled. Tools of which it does not compile may have any object, and the longest where
         all together are too much. Raises Refused (400) where one of those is strict, or nothing compiles.
@@ -267,7 +274,7 @@ class ToolFormat:
             for tool in (each for each in rules.tools if each.strict):
                 lost = [line for line in calls.not_enforced if line.startswith(f"{tool.name}: ")]
                 if lost:
-                    message = f"{tool.param}: {lost[0]} cannot be enforced, and strict is true"
+                    message = f"{tool.param}: {lost[0]} cannot be enforced (tool {tool.name}, strict)"
                     raise Refused(message, param=tool.param, code="invalid_json_schema")
             try:
                 compiler.matcher(grammar := write(calls))

@@ -1,10 +1,9 @@
 """The shapes of tool calls: a place in a text → the call that stands there, each value of it whole.
 
-There are four: JSON objects, JSON arguments behind a header, parameters between tags, Python calls; tool_formats.py has
-the table of who writes which. What always holds: a reader takes a call only if it can say what each letter of it is,
-and raises Broken otherwise; it raises Open where the text ends inside a value, so that a closing marker there may be a
-part of the value. Where a tag stands inside a value, the tag that ends it is the one that the call's own markup
-follows.
+There are four: JSON objects, JSON arguments behind a header, Python calls, and parameters between tags
+(tag_dialects.py); tool_formats.py has the table of who writes which. What always holds: a reader takes a call only if
+it can say what each letter of it is, and raises Broken otherwise; it raises Open where the text ends inside a value, so
+that a closing marker there may be a part of the value.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 from mlx_patches.argument_values import (
     JsonValue,
     by_schema,
-    properties,
     property_schema,
     python_value,
     quoted,
@@ -48,13 +46,14 @@ class Scope(NamedTuple):
     """`tools`: names → schemas. `loose`: no more text comes, so a tag that lacks its end has one at the text's end.
 
     `ended`: the text ends where its block does; else more of it may come. `known`: only a tool of `tools` is a call,
-    and only with an object of arguments.
+    and only with an object of arguments. `ordered`: parameters between tags come in the order of the schema.
     """
 
     tools: dict[str, Any]
     loose: bool = False
     ended: bool = True
     known: bool = False
+    ordered: bool = False
 
 
 Reader = Callable[[str, int, Scope], tuple[list[Call], int]]
@@ -215,116 +214,6 @@ class Headed:
                     value = by_schema(written, schema, root)
             pairs.append(f"{quoted(name)}: {value}")
         return f"{{{', '.join(pairs)}}}"
-
-
-# Parameters between tags
-
-
-@dataclass(frozen=True)
-class Tags:
-    """`call` and `parameter` have the group `name`; `parameter` may have `type`. `close`: after a call's parameters,
-    None where only its markers end it. `end`: after a value. `trim`: a line break inside both tags is no part of it.
-    `cdata`: a value may be one section of CDATA. `untyped`: as by_schema has it.
-    """
-
-    call: re.Pattern
-    close: re.Pattern | None
-    parameter: re.Pattern
-    end: re.Pattern
-    trim: bool = False
-    cdata: bool = False
-    untyped: str = "[{"
-
-    def __call__(self, text: str, at: int, scope: Scope) -> tuple[list[Call], int]:
-        call = self.call.match(text, at)
-        if call is None:
-            raise Broken
-        name, at, root = call["name"], call.end(), scope.tools.get(call["name"])
-        pairs: dict[str, str] = {}
-        while True:
-            at = skip(text, at)
-            if parameter := self.parameter.match(text, at):
-                key = parameter["name"].strip()
-                others = properties(root).keys() - pairs.keys() - {key}
-                value, at = self._value(text, parameter.end(), scope, others)
-                written = self._json(value, parameter, property_schema(root, key), root)
-                if pairs.setdefault(key, written) != written:
-                    raise Broken
-            elif self.close is not None and (close := self.close.match(text, at)):
-                at = close.end()
-                break
-            elif not scope.ended:
-                raise Open
-            elif at == len(text) or self.call.match(text, at):
-                if not pairs and self.close is None and name not in scope.tools:
-                    raise Broken  # a word between markers
-                break
-            else:
-                raise Broken
-        arguments = ", ".join(f"{quoted(key)}: {value}" for key, value in pairs.items())
-        return [Call(name, f"{{{arguments}}}")], at
-
-    def _json(self, value: str, parameter: re.Match, schema: Any, root: Any) -> str:
-        if self.cdata and (cdata := CDATA.fullmatch(value)):
-            value = cdata[1]
-        elif self.trim:
-            value = value.removeprefix("\n").removesuffix("\n")
-        kind = parameter.groupdict().get("type")
-        if kind and kind in (types(schema, root) or [kind]):
-            schema = {"type": kind}
-        return by_schema(value, schema, root, untyped=self.untyped)
-
-    def _value(self, text: str, at: int, scope: Scope, others: set[str]) -> tuple[str, int]:
-        """(the value at `at`, where it ends). `others`: the parameters that may come after it."""
-        start, unbalanced = at, None
-        cdata = self.cdata and text.startswith("<![CDATA[", skip(text, at))
-        for end in self.end.finditer(text, at):
-            value = text[start : end.start()]
-            if cdata and not value.rstrip().endswith("]]>"):
-                continue
-            if not self._goes_on(text, end.end(), scope):
-                continue
-            opened, closed = len(self.parameter.findall(value)), len(self.end.findall(value))
-            if opened > closed and not cdata:
-                # A whole example may stand inside the value; or a tag lacks its end.
-                if missing := self._missing(text, start, end.start(), others):
-                    return unbalanced or missing
-                unbalanced = unbalanced or (value, end.end())
-                continue
-            if not cdata and (missing := self._missing(text, start, end.start(), others, calls=scope.tools)):
-                return missing
-            return value, end.end()
-        if not cdata and (missing := self._missing(text, start, len(text), others, calls=scope.tools, last=True)):
-            return unbalanced or missing
-        if not scope.loose:
-            raise Open
-        return unbalanced or (text[start:], len(text))
-
-    def _goes_on(self, text: str, at: int, scope: Scope) -> bool:
-        """Whether a call's own markup, or nothing, follows."""
-        at = skip(text, at)
-        if at == len(text):
-            return scope.ended
-        return any(tag is not None and tag.match(text, at) for tag in (self.parameter, self.close, self.call))
-
-    def _missing(self, text, start, stop, others, calls=(), last=False) -> tuple[str, int] | None:
-        """(value, its end) where the value's own end tag is missing: another declared parameter follows, or a call."""
-        for parameter in self.parameter.finditer(text, start, stop):
-            if parameter["name"].strip() in others and text[parameter.start() - 1].isspace():
-                return text[start : parameter.start()], parameter.start()
-        if self.close is None:
-            return None
-        for number, close in enumerate(self.close.finditer(text, start, stop)):
-            if len(self.call.findall(text, start, close.start())) > number:
-                continue  # the end of an example inside the value
-            at = skip(text, close.end())
-            call = self.call.match(text, at)
-            if (last and at == len(text)) or (call and call["name"] in calls):
-                return text[start : close.start()], close.start()
-        return None
-
-
-CDATA = re.compile(r"\s*<!\[CDATA\[(.*?)\]\]>\s*", re.DOTALL)
 
 
 # Python

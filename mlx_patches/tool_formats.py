@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mlx_patches.argument_values import quoted
+from mlx_patches.tag_dialects import Tags
 from mlx_patches.tool_dialects import (
     NAME,
     Broken,
@@ -19,7 +20,6 @@ from mlx_patches.tool_dialects import (
     Open,
     Reader,
     Scope,
-    Tags,
     json_call,
     python_call,
 )
@@ -96,6 +96,7 @@ KIMI_K3 = Tags(
         r'(?=[^<]*?\btype="(?P<type>[^"]*)"|)[^<]*<\|sep\|>'
     ),
     pattern(r"<\|close\|>argument<\|sep\|>"),
+    before="",
 )
 QWEN = Tags(
     pattern(r"<function=\s*(?P<name>[^\s<>]+)\s*>?"),
@@ -116,6 +117,7 @@ MINICPM = Tags(
     pattern(r"""<param\s+name\s*=\s*["']?(?P<name>[^"'<>]+)["']?\s*>"""),
     pattern(r"</param>"),
     cdata=True,
+    before=None,
 )
 MUSE = Tags(
     pattern(r"<atem:invoke\b[^>]*?\bname=\"(?P<name>[^\">]+)\"[^>]*>"),
@@ -131,7 +133,7 @@ def keyed(prefix: str = "") -> Tags:
     return Tags(
         pattern(rf"(?P<name>{NAME})\s*(?=<{prefix}arg_key>|\Z)"),
         None,
-        pattern(rf"<{prefix}arg_key>(?P<name>.*?)</{prefix}arg_key>(?:\\n|\s)*<{prefix}arg_value>"),
+        pattern(rf"<{prefix}arg_key>(?P<name>[^<>]*)</{prefix}arg_key>(?:\\n|\s)*<{prefix}arg_value>"),
         pattern(rf"</{prefix}arg_value>"),
         untyped='[{"-0123456789tfn',
     )

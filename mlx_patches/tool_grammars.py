@@ -22,11 +22,18 @@ FORMATS = {
     "kimi_k2": Format("<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>", "<|tool_call_end|>", between=""),
     "mistral": Format("{}[ARGS]", "", between="[TOOL_CALLS]"),
     "qwen3_coder": Format("\n<function={}>\n", "</function>\n", "tags", "<parameter={}>\n", "\n</parameter>\n"),
-    "minimax_m2": Format('\n<invoke name="{}">\n', "</invoke>\n", "tags", '<parameter name="{}">', "</parameter>\n"),
+    "minimax_m2": Format(
+        '\n<invoke name="{}">\n', "</invoke>\n", "tags", '<parameter name="{}">', "</parameter>\n", between=""
+    ),
     "glm47": Format("{}", "", "tags", "<arg_key>{}</arg_key>", "</arg_value>", value="<arg_value>"),
     "minicpm5": Format('"{}">', "", "tags", '<param name="{}">', "</param>", cdata=True),
     "muse_spark": Format(
-        '\n<atem:invoke name="{}">\n', "</atem:invoke>\n", "tags", '<atem:parameter name="{}">', "</atem:parameter>\n"
+        '\n<atem:invoke name="{}">\n',
+        "</atem:invoke>\n",
+        "tags",
+        '<atem:parameter name="{}">',
+        "</atem:parameter>\n",
+        between="",
     ),
     "gemma4": Format("call:{}", "", shape="gemma", quote='<|"|>'),
     "function_gemma": Format("call:{}", "", shape="gemma", quote="<escape>"),
@@ -55,13 +62,14 @@ def call_rules(form: Format, tools: list[Tool], specials: Specials, several: boo
 
     `several`: a block may hold more than one call, where its format allows that.
     """
+    several = several and form.between is not None
     readers = (READERS[name] for name, each in FORMATS.items() if each == form and name in READERS)
-    writer = SHAPES[form.shape](form, next(readers, READERS["json_tools"]), specials, end)
+    writer = SHAPES[form.shape](form, next(readers, READERS["json_tools"]), specials, end, several)
     for tool in tools:
         writer.add(tool)
     names = " | ".join(f"call_{n}" for n in range(len(tools)))
     more = ""
-    if several and form.between is not None:
+    if several and form.shape != "tags":
         more = f" ({writer.literal(form.between)} call)*" if form.between else " call*"
     after = "" if form.shape == "tags" else writer.literal(end)
     rules = [f"block: call{more} {after}", f"call: {names}", *writer.rules]

@@ -23,7 +23,7 @@ from mlx_patches.call_reader import reading_calls
 from mlx_patches.reply_format import ANSWER, REASONING, Part, Parts, TextSplitter, TokenSplitter, TokenState
 from mlx_patches.stop_strings import StopStrings
 from mlx_patches.tool_choice import fits, tool_format
-from mlx_patches.watcher import StepTokens, Watcher
+from mlx_patches.watcher import Watcher
 
 
 class CallState(NamedTuple):
@@ -90,6 +90,24 @@ class CallSplitter(TokenSplitter):
         return TokenSplitter.kind(state)
 
 
+class StepTokens:
+    """The tokens that enter one step of a batch, read once for all rows.
+
+    They were launched a step ago, so reading them waits for that step only; the forward pass that was just built must
+    be launched first, or the device would idle while masks are made.
+    """
+
+    def __init__(self, tokens: mx.array):
+        self._tokens = tokens
+        self._read: list[int] | None = None
+
+    def read(self, logits: mx.array) -> list[int]:
+        if self._read is None:
+            mx.async_eval(logits)
+            self._read = self._tokens.tolist()
+        return self._read
+
+
 class WatchesReplies:
     """Mixin for ResponseGenerator: gives each request its splitter, and a watcher where there is something to watch."""
 
@@ -107,7 +125,8 @@ class WatchesReplies:
         held = calls is not None and (ask.calls_in_grammar or calls.form is not None)
         matcher = provider.grammars.matcher(ask.grammar) if ask.grammar is not None else None
         blocks = calls.matcher_later(ask.tools, provider, lambda: args.left) if held and matcher is None else None
-        may = () if ask.tools is None else (ask.tools, lambda name, text: fits(ask.tools, name, text, provider))
+        fit = lambda name, text: fits(ask.tools, name, text, provider)  # noqa: E731
+        may = () if ask.tools is None else (ask.tools, fit, held)
         _, machine = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
         if form.messages is not None:
             args.splitter = form.messages.splitter(
@@ -123,7 +142,7 @@ class WatchesReplies:
             thinking = request.request_type == "chat" and kwargs.get("enable_thinking") is not False
             args.splitter = form.splitter_under_grammar(prompt, thinking)
             if ask.calls_in_grammar:
-                reader = reading_calls(TextSplitter(machine, ANSWER), tokenizer, request.tools)
+                reader = reading_calls(TextSplitter(machine, ANSWER), tokenizer, request.tools, held=True)
                 args.splitter = CallSplitter(args.splitter, reader, tokenizer.tool_call_start)
         else:
             args.splitter = reading_calls(TextSplitter(machine, initial), tokenizer, request.tools, *may)
@@ -139,6 +158,7 @@ class WatchesReplies:
                 matcher=matcher,
                 is_json=is_json,
                 blocks=blocks,
+                is_call=calls.is_call(ask.tools) if blocks is not None else bool,
                 one_call=one_call,
                 stops=stops,
                 limits=limits,

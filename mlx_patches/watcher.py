@@ -40,7 +40,7 @@ class Mark(NamedTuple):
     `answered`: tokens of either. `cut`: the limit that cut the reply; `shut`: its thinking was closed and stays so;
     `closed`: something else came after it; `ending`: its answer is to come to an end; `json`: where in a JSON text it
     stands. `lead`: tokens that the grammar has before its first, counted in `fed`. `calling`: in a block of calls that
-    the matcher holds; `called`: blocks of calls that have ended.
+    the matcher holds; `late`: where one begins that may be prose; `called`: blocks of calls that have ended.
     """
 
     reading: tuple
@@ -60,25 +60,8 @@ class Mark(NamedTuple):
     json: JsonPlace = JsonPlace()
     lead: tuple[int, ...] = ()
     calling: bool = False
+    late: int = 0
     called: int = 0
-
-
-class StepTokens:
-    """The tokens that enter one step of a batch, read once for all rows.
-
-    They were launched a step ago, so reading them waits for that step only; the forward pass that was just built must
-    be launched first, or the device would idle while masks are made.
-    """
-
-    def __init__(self, tokens: mx.array):
-        self._tokens = tokens
-        self._read: list[int] | None = None
-
-    def read(self, logits: mx.array) -> list[int]:
-        if self._read is None:
-            mx.async_eval(logits)
-            self._read = self._tokens.tolist()
-        return self._read
 
 
 class Watcher:
@@ -92,6 +75,7 @@ class Watcher:
         matcher=None,
         is_json: bool = False,
         blocks: Callable[[], Any] | None = None,
+        is_call: Callable[[str], bool] = bool,
         one_call: bool = False,
         stops: StopStrings | None = None,
         limits: ReplyLimits | None = None,
@@ -100,13 +84,14 @@ class Watcher:
         """`matcher`: a fresh LLMatcher for the answer, or None; `is_json`: what it holds to is JSON.
 
         `blocks`: the text is free instead, but for blocks of calls: it gives the matcher that holds them, or None, when
-        the first one begins. `one_call`: the reply ends after the first block.
+        the first one begins; `is_call`: whether what follows a marker is a call's. `one_call`: the reply ends after it.
         `guesses`: how far a draft model may run ahead.
         """
         self.fault: Exception | None = None
         self._form, self._splitter, self._stops = form, splitter, stops
         self._limits, self._is_json = limits, is_json
-        self._blocks, self._one_call, self._free = blocks, one_call, matcher is None
+        self._blocks, self._is_call = blocks, is_call
+        self._one_call, self._free = one_call, matcher is None
         by_tokens, tokenizer = splitter.by_tokens, form.tokenizer
         self._opening = splitter.opening if by_tokens else tokenizer.think_start_tokens or ()
         self._closing = splitter.closing if by_tokens else tokenizer.think_end_tokens or ()
@@ -117,7 +102,7 @@ class Watcher:
         self._marks = [Mark(splitter.first)]
         self._reach = guesses + 2 if guesses else 1
         self._baseline: int | None = None
-        self._step: StepTokens | None = None
+        self._step: Any = None
         self._at = 0
 
     def _hold(self, matcher: Any) -> None:
@@ -133,8 +118,8 @@ class Watcher:
         mark = self._marks[:tokens][-1]
         return mark.cut, mark.ending
 
-    def enter(self, step: StepTokens, row: int) -> None:
-        """The next call is for `row` of a batch whose tokens `step` reads."""
+    def enter(self, step: Any, row: int) -> None:
+        """The next call is for `row` of a batch whose tokens `step` (StepTokens) reads."""
         self._step, self._at = step, row
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -226,10 +211,25 @@ class Watcher:
             # A call that is told by its header has no marker after it in the grammar: the reply ends with it.
             calling = not over or self._splitter.by_tokens
             return mark._replace(fed=len(self._fed), calling=calling, called=mark.called + over)
-        if kind == "tool" and before not in ("tool", REASONING) and self._blocks and self._may_hold(mark):
-            mark = self._begin(mark._replace(calling=True))
-        elif before == "tool" != kind and getattr(mark.reading, "called", True):
-            mark = mark._replace(called=mark.called + 1)
+        if kind == "tool" and before not in ("tool", REASONING) and self._blocks:
+            if self._may_hold(mark):
+                return self._begin(mark._replace(calling=True))
+            return mark._replace(late=len(self._taken))
+        if kind == "tool" and mark.late and self._is_call(self._splitter.said_after_marker(mark.reading)):
+            return self._hold_late(mark)
+        if before == "tool" != kind:
+            mark = mark._replace(late=0, called=mark.called + getattr(mark.reading, "called", True))
+        return mark
+
+    def _hold_late(self, mark: Mark) -> Mark:
+        """What follows the marker is no prose: the grammar takes it up, if it could have begun so."""
+        begun = self._taken[mark.late :]
+        if self._matcher is None:
+            self._hold(self._blocks())
+        if self._matcher is None or self._pristine.deep_copy().validate_tokens(begun) < len(begun):
+            return mark._replace(late=0)
+        mark = mark._replace(calling=True, begin=mark.late, late=0, lead=(), fed=len(begun))
+        self._feed_up_to(mark)
         return mark
 
     def _may_hold(self, mark: Mark) -> bool:

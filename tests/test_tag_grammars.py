@@ -4,16 +4,25 @@ Each text is a whole call of the grammar, and is read back as what was meant; ov
 """
 
 import json
+import random
+from functools import lru_cache
 
+import jsonschema
+import numpy as np
 import pytest
+from llguidance import LLMatcher
+from mlx_lm.tokenizer_utils import load
 
 from mlx_patches.grammar_rules import Specials, Tool
 from mlx_patches.json_schemas import prepare
+from mlx_patches.reply_format import ReplyFormat
+from mlx_patches.structured_output import build_tokenizer
 from mlx_patches.tool_grammars import FORMATS, call_rules
 from tests.client import both
 from tests.test_tool_grammars import allows, read
 from tests.tiny_models import model_folder
 from tests.tool_texts import markers, written
+from tests.tool_texts import read as read_reply
 
 TAGS = [name for name, form in FORMATS.items() if form.shape == "tags"]
 CLOSED = [name for name in TAGS if FORMATS[name].tail]  # a call has a closing tag of its own
@@ -109,6 +118,99 @@ def test_many_tools_share_the_rules_of_their_strings():
         assert rules.count("[lazy]") < 10
 
 
+# Random texts of the format's own pieces
+
+SCHEMAS = [
+    {"type": "object", "properties": {"s": STRING, "t": STRING}, "required": ["s", "t"]},
+    {"type": "object", "properties": {"s": STRING, "n": {"type": "integer"}, "t": STRING}, "required": ["s"]},
+    {"type": "object", "properties": {"n": {"type": "integer"}, "s": STRING, "t": STRING}, "required": ["t"]},
+    {
+        "type": "object",
+        "properties": {"s": {"type": ["string", "null"]}, "t": {"anyOf": [STRING, {"type": "integer"}]}},
+    },
+    {"type": "object", "properties": {"s": STRING, "l": {"type": "array", "items": STRING}, "b": {"type": "boolean"}}},
+    {"type": "object", "properties": {"s": STRING | {"maxLength": 6}, "e": {"enum": ["a", "b c", None, 3]}, "t": {}}},
+    {"type": "object", "properties": {"o": {"type": "object"}, "s": STRING | {"pattern": "^a*$"}}, "required": ["o"]},
+]
+
+
+@lru_cache
+def vocabulary_with(marks: tuple[str, ...]):
+    """(tokenizer, llguidance's, its special tokens) of a vocabulary in which `marks` are tokens."""
+    tokenizer = load(model_folder("llama", tokens=marks) if marks else model_folder("llama"))
+    width = 1 + max(tokenizer.get_vocab().values())
+    added = tokenizer._tokenizer.added_tokens_decoder.items() if marks else ()
+    specials = Specials((token.content, number) for number, token in added)
+    return tokenizer, build_tokenizer(ReplyFormat(tokenizer, width)), specials
+
+
+def marks_of(name: str) -> tuple[str, ...]:
+    """The markers of a format, and the tags that its real vocabularies have as tokens."""
+    form = FORMATS[name]
+    tags = [*form.parameter.split("{}"), form.value, form.end] if form.value else []
+    return tuple(dict.fromkeys(filter(None, [*markers(name), *tags])))
+
+
+def pieces_of(name: str, keys: list[str]) -> list[str]:
+    form, (start, end) = FORMATS[name], markers(name)
+    tags = [form.parameter.format(key) + value for key in [*keys, "q"] for value in ("", form.value)]
+    ends = [form.end, form.tail, end] * 4
+    heads = [form.head.format("f"), form.head.format("g"), start]
+    plain = [" ", "\n", "\t", "\x1c", "\u2028", "x", "1", '"', "null", "é", "<", "</", ">", "<![CDATA[", "]]>", "{}"]
+    marks = filter(None, [*tags, *ends, *heads])
+    return [*plain, *(each for mark in marks for each in (mark, mark.strip(), f"\n{mark.strip()}"))]
+
+
+def wander(matcher: LLMatcher, tokenizer, pieces: list[str], rng: random.Random, width: int) -> str | None:
+    """A text that the grammar allows, mostly of `pieces`; None where it did not end."""
+    tokens: list[int] = []
+    most = rng.choice([5, 20, 80])
+    while not matcher.is_stopped():
+        if len(tokens) > 600:
+            return None
+        if rng.random() < 0.8:
+            wanted = rng.choice(pieces if len(tokens) < most else pieces[-30:])
+            ids = tokenizer.encode(wanted, add_special_tokens=False)
+            taken = matcher.try_consume_tokens(ids)
+            tokens += ids[:taken]
+            if taken:
+                continue
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:width]
+        allowed = [int(each) for each in np.flatnonzero(bits) if each not in tokenizer.eos_token_ids]
+        if not allowed:
+            break
+        token = rng.choice(allowed)
+        assert matcher.consume_token(token), matcher.get_error()
+        tokens.append(token)
+    return tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize("marks", ["as letters", "as tokens"])
+def test_whatever_the_grammar_allows_is_read_as_one_call_that_validates(name, marks):
+    tokenizer, words, specials = vocabulary_with(marks_of(name) if marks == "as tokens" else ())
+    width, rng, whole = 1 + max(tokenizer.get_vocab().values()), random.Random(marks), 0
+    for schema in SCHEMAS:
+        tools = [Tool("f", prepare(schema, param="f")), Tool("g", prepare({"type": "object"}, param="g"))]
+        rules = call_rules(FORMATS[name], tools, specials, several=False, end=markers(name)[1]).rules
+        grammar = json.dumps({"grammars": [{"lark_grammar": f"start: block\n{rules}"}]})
+        pristine = LLMatcher(words, grammar, log_level=0)
+        head = tokenizer.encode(FORMATS[name].head.format("f"), add_special_tokens=False)
+        assert pristine.try_consume_tokens(head) == len(head)
+        shown = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        pieces = pieces_of(name, [*schema["properties"]])
+        for _ in range(12):
+            text = wander(pristine.deep_copy(), tokenizer, pieces, rng, width)
+            if text is None or "\ufffd" in text:
+                continue
+            text = markers(name)[0] + FORMATS[name].head.format("f") + text
+            sent = read_reply(name, [text], shown, held=True)
+            assert [each for each, _ in sent.values] == ["f"] and not sent.content, text
+            jsonschema.Draft202012Validator(schema).validate(sent.values[0][1])
+            whole += 1
+    assert whole > 30
+
+
 # Over HTTP
 
 
@@ -135,3 +237,16 @@ def test_with_a_draft(serve, tiny, name):
     value = own_markup(name)["end tag"]
     reply = both(server, start + call(name, {"s": value, "t": value}) + end, tools=tool(), max_tokens=300)
     assert [json.loads(each["function"]["arguments"]) for each in reply.tool_calls] == [{"s": value, "t": value}]
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "muse_spark"])
+def test_several_calls_in_a_block(serve, name):
+    server = serve(model_folder("scripted", tools=name))
+    text = written(name, [("f", {"s": "x", "t": "y"}), ("f", {"s": "z", "t": "w"})])
+    for choice in ("auto", "required"):
+        for path in PATHS.values():
+            reply = both(server, text, tools=tool(), tool_choice=choice, max_tokens=600, **path)
+            got = [json.loads(each["function"]["arguments"]) for each in reply.tool_calls]
+            assert (got, reply.content) == ([{"s": "x", "t": "y"}, {"s": "z", "t": "w"}], "")
+        reply = both(server, text, tools=tool(), tool_choice=choice, max_tokens=600, parallel_tool_calls=False)
+        assert len(reply.tool_calls) == 1

@@ -15,8 +15,11 @@ from mlx_patches.json_schemas import prepare
 from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import GrammarCompiler, build_tokenizer
 from mlx_patches.tool_choice import ToolFormat, read_tools
+from mlx_patches.tool_grammars import FORMATS
 from tests.client import CHAT, both, chat, chat_stream, connect, post_bytes, together
 from tests.test_tool_choice import PATHS, SCHEMAS, TOOLS, call_text, calls_fit, named, names
+from tests.tiny_models import model_folder
+from tests.tool_texts import markers, written
 
 LONG = {"type": "object", "properties": {"x": {"type": "string", "minLength": 100_000}}, "required": ["x"]}
 """Its schema compiles, and its grammar between tags does not."""
@@ -52,6 +55,11 @@ def provider(tiny):
     made = Provider(tiny("llama", tools="json_tools"))
     yield made
     made.ready.set()
+
+
+@pytest.fixture
+def script(serve, tiny):
+    return serve(tiny("scripted", tools="json_tools"))
 
 
 def rules(*tools: dict):
@@ -435,3 +443,78 @@ def test_a_batch_of_different_tools(serve, tiny):
     ]
     assert found == [*wanted, [], []]
     assert [reply.content for reply in replies[-2:]] == ["Words.", "Words."]
+
+
+# Calls that begin where prose might
+
+
+LATE = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NAMED_FIRST = ("mistral", "glm47", "laguna", "longcat")  # nothing stands before a name
+
+
+@pytest.mark.parametrize("form", [name for name in FORMATS if name != "harmony"])
+def test_a_call_after_a_word_is_held_too(serve, form):
+    server = serve(model_folder("scripted", tools=form))
+    tools = [tool("get_weather", LATE), tool("ping", {"type": "object", "properties": {}})]
+    for path in PATHS.values():
+        for name, days in (("get_weather", 3), ("get_weather", "many"), ("get_wind", 3)):
+            text = "Sure, calling it now " + written(form, [(name, {"city": "Paris", "days": days})])
+            reply = both(server, text, tools=tools, max_tokens=120, **path)
+            assert reply.content.startswith("Sure, calling it now") and reply.tool_calls
+            called, arguments = reply.tool_calls[0]["function"].values()
+            if name == "get_wind" and form in NAMED_FIRST:
+                assert called == name
+                continue
+            jsonschema.validate(json.loads(arguments), LATE)
+            assert called == "get_weather" and (days != 3 or name != called or json.loads(arguments)["city"] == "Paris")
+    start, end = markers(form)
+    prose = f"Use the {start} tag, and {start} as above {end} then words"
+    assert both(server, prose, tools=tools).content == prose
+
+
+def test_guesses_in_a_call_after_a_word(serve, tiny):
+    draft = tiny("scripted", tools="qwen3_coder", wrong_every=3)
+    server = serve(tiny("scripted", tools="qwen3_coder"), "--draft-model", draft, "--prompt-cache-size", 0)
+    text = "Calling it now " + written("qwen3_coder", [("get_weather", {"city": "Paris", "days": 30})])
+    reply = both(server, text, tools=[tool("get_weather", LATE)], max_tokens=120, num_draft_tokens=4)
+    jsonschema.validate(json.loads(reply.tool_calls[0]["function"]["arguments"]), LATE)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_strict_tools_call_in_thinking_fits_or_is_thinking(script, strict):
+    tools = [tool("get_weather", LATE, strict=strict)]
+    for days, fits in ((3, True), (30, False)):
+        text = f"<think>Hm. {call_text('get_weather', city='Paris', days=days)} So.</think>Done."
+        reply = both(script, text, tools=tools, max_tokens=200)
+        assert bool(reply.tool_calls) == (fits or not strict) and reply.content == "Done."
+        assert ("tool_call" in reply.reasoning) == (strict and not fits)
+
+
+@pytest.mark.parametrize("form", ["kimi_k3", "pythonic"])
+def test_a_strict_tools_call_without_a_grammar_fits_or_is_text(serve, form):
+    server = serve(model_folder("scripted", tools=form))
+    for days, fits in ((3, True), (30, False)):
+        text = written(form, [("get_weather", {"city": "Paris", "days": days})])
+        for strict in (True, False):
+            reply = both(server, text, tools=[tool("get_weather", LATE, strict=strict)], max_tokens=200)
+            assert bool(reply.tool_calls) == (fits or not strict)
+            assert (reply.content or "") == ("" if fits or not strict else text)
+
+
+@pytest.mark.parametrize("kind", ["array", "objct", 5, ["string"]])
+def test_parameters_of_another_type_are_refused(script, kind):
+    reply = chat(script, "x", tools=[tool("f", {"type": kind})])
+    assert reply.status == 400 and reply.body["error"]["param"] == "tools[0].function.parameters"
+
+
+def test_a_strict_tools_refusal_names_it(script):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=a)"}}}
+    reply = chat(script, "x", tools=[tool("ping", {"type": "object"}), tool("look", schema, strict=True)])
+    assert (
+        reply.status == 400 and "look" in reply.body["error"]["message"] and "pattern" in reply.body["error"]["message"]
+    )

@@ -70,7 +70,7 @@ def read(name: str, text: str, tools: list[dict]) -> list[tuple[str, dict]]:
     """(name, arguments) of each call in a block."""
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     name = parser.parse_tool_call.__module__.rpartition(".")[2]
-    reader = Calls(name, parser.parse_tool_call, parser.tool_call_start, parser.tool_call_end, tools)
+    reader = Calls(name, parser.parse_tool_call, parser.tool_call_start, parser.tool_call_end, tools, held=True)
     calls, rest = reader.read(text.removesuffix(parser.tool_call_end), known=False)
     assert not rest.strip()
     return [(call.name, json.loads(call.arguments)) for call in calls]

@@ -19,7 +19,8 @@ from mlx_patches.reply_format import ANSWER, REASONING, START, ReplyFormat, Text
 from mlx_patches.stop_strings import StopStrings
 from mlx_patches.structured_output import GrammarCompiler, build_tokenizer
 from mlx_patches.tool_choice import ToolFormat, read_tools
-from mlx_patches.watcher import StepTokens, Watcher
+from mlx_patches.watched_replies import StepTokens
+from mlx_patches.watcher import Watcher
 
 PROMPT = [5, 6, 7]
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": false}'

@@ -182,8 +182,11 @@ class Sent:
         return [(name, json.loads(text)) for name, text in self.calls]
 
 
-def splitter(form, tools=TOOLS, initial="normal"):
-    """A CallReader of the format (None: a model without one), its thinking between <think> and </think>."""
+def splitter(form, tools=TOOLS, initial="normal", held=False):
+    """A CallReader of the format (None: a model without one), its thinking between <think> and </think>.
+
+    `held`: as if a grammar saw each block of calls.
+    """
     start, end = markers(form) if form else ("", "")
     edges = {"normal": [("<think>", "reasoning")], "reasoning": [("</think>", "normal")]}
     if form:
@@ -193,12 +196,13 @@ def splitter(form, tools=TOOLS, initial="normal"):
     module = import_module(f"mlx_lm.tool_parsers.{form}") if form else None
     parser = module.parse_tool_call if form else None
     name = parser.__module__.rpartition(".")[2] if form else None
-    return CallReader(TextSplitter(TextStateMachine(edges), initial), Calls(name, parser, start, end, tools))
+    return CallReader(TextSplitter(TextStateMachine(edges), initial), Calls(name, parser, start, end, tools, held=held))
 
 
-def reader(form, tools=TOOLS, *, streamed=True, initial="normal", logprobs=False):
+def reader(form, tools=TOOLS, *, streamed=True, initial="normal", logprobs=False, held=False):
     """A ReplyReader of the format's CallReader."""
-    return ReplyReader(splitter(form, tools, initial), None, lambda n: b"x", streamed=streamed, logprobs=logprobs)
+    read_by = splitter(form, tools, initial, held)
+    return ReplyReader(read_by, None, lambda n: b"x", streamed=streamed, logprobs=logprobs)
 
 
 def read(form, tokens, tools=TOOLS, *, end="stop", **options):

@@ -18,7 +18,8 @@ from mlx_patches import demo_model
 from mlx_patches.reply_format import ANSWER, ReplyFormat, TextSplitter, TokenSplitter, output_width
 from mlx_patches.reply_limits import Limits
 from mlx_patches.structured_output import GrammarCompiler, build_tokenizer, read_grammar
-from mlx_patches.watcher import StepTokens, Watcher
+from mlx_patches.watched_replies import StepTokens
+from mlx_patches.watcher import Watcher
 from tests.bench.replies import LIMITS, SMALL
 from tests.tiny_models import CORPUS
 
