@@ -41,6 +41,10 @@ class EarlyLoad:
         """The first weights of this load are about to be read, from the folder `path`."""
         if self._asked is None:
             config = utils.load_config(path)
+            try:
+                utils._get_classes(config)
+            except Exception:
+                return  # a load that cannot succeed; mlx_lm says why
             self._asked = (path, self._options, config.get("eos_token_id"))
             width = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
             threading.Thread(target=self._run, args=(load_tokenizer, width), daemon=True).start()

@@ -177,6 +177,46 @@ def _values(schema: dict) -> Faults:
             yield ("minProperties",), "a name may come twice"
 
 
+ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
+KINDS = {"string", "integer", "number", "boolean", "null", "object", "array"}
+PAIRS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minimum", "maximum"))
+MANY = 200
+
+
+def is_plain(schema: dict) -> bool:
+    """Whether llguidance takes `schema`, weeded, for certain if it takes its children: no keywords are in conflict."""
+    keywords = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
+    if not keywords:
+        return True
+    if isinstance(union := keywords.pop("anyOf", None), list):
+        return not keywords and 0 < len(union) < MANY and all(isinstance(each, dict) for each in union)
+    kind = keywords.pop("type", None)
+    if "enum" in keywords:
+        values = keywords.pop("enum")
+        words = isinstance(values, list) and 0 < len(values) < MANY and all(isinstance(each, str) for each in values)
+        return words and kind in (None, "string") and not keywords
+    if kind == "string" and len(keywords) == 1 and isinstance(keywords.get("pattern", keywords.get("format")), str):
+        return True  # it was judged alone
+    for pair in PAIRS:
+        low, high = keywords.pop(pair[0], 0), keywords.pop(pair[1], MANY)
+        least = -MANY if pair[0] == "minimum" else 0
+        if type(low) is not int or type(high) is not int or not least <= low <= high <= MANY:
+            return False
+    kinds = kind if isinstance(kind, list) else [kind]
+    known, others = keywords.pop("properties", {}), keywords.pop("additionalProperties", True)
+    required, items = keywords.pop("required", []), keywords.pop("items", {})
+    return (
+        0 < len(kinds) == len({each for each in kinds if isinstance(each, str) and each in KINDS})
+        and not keywords
+        and isinstance(known, dict)
+        and len(known) < MANY
+        and all(isinstance(each, dict) for each in (*known.values(), items))
+        and isinstance(others, dict | bool)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and (name in known or others is not False) for name in required)
+    )
+
+
 def common_multiple(schema: dict, so_far: int) -> int:
     """The least common multiple of `so_far` and `multipleOf`'s digits: `allOf` may put any two of them together."""
     value: Any = schema.get("multipleOf")

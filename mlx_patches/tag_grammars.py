@@ -1,6 +1,6 @@
 """Calls whose parameters stand between tags, as a grammar: a string as raw text, anything else as JSON.
 
-A string goes on to the end tag that the call's own markup follows, as the reader has it (tool_dialects.Tags): behind
+A string goes on to the end tag that the call's own markup follows, as the reader has it (tag_dialects.py): behind
 any other end tag it goes on, with text that begins like no markup. In formats with an inner closing tag a whole example
 may stand in a string, and a string's own end tag may be missing: then the next parameter's tag ends it, or the call's.
 Such tags stand on lines of their own, for beside a line break llguidance's masks stay cheap (13 us against 1.1 ms).
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from mlx_patches.argument_values import as_text
+from mlx_patches.argument_values import as_text, properties
 from mlx_patches.grammar_rules import ANY_TEXT, PLAIN, Rules, escaped, schema_of, types_of
 
 BLANKS = r"[\s\x1c-\x1f]*"  # as Python has them
@@ -48,7 +48,7 @@ class TagRules(Rules):
             # Behind an end tag it may be missing.
             ending = self._rule(f"{self._markup(self.end)} | {self._ending(MAYBE_LINE)}")
             follows = Follows(ending, self._rule(self._ending(LINE)) if self._lettered else "")
-        given = [*self._properties(root, "")]
+        given = {name: (schema, required) for name, schema, required in self._properties(root, "")}
         if not root.get("properties") and root.get("additionalProperties") is not False:
             self._count += 1
             again = f"more_{self._count}"
@@ -57,8 +57,11 @@ class TagRules(Rules):
             name = self._rule(r"/[\w.-]{1,64}/", "W")
             self.rules.append(f"{again}: {self._markup(before)} {name} {self.literal(after)} {value} | {follows.rule}")
             return again
-        for name, schema, required in reversed(given):
-            follows = self._behind(name, schema, required, follows)
+        for name in reversed(dict.fromkeys([*properties(root), *root.get("required", [])])):
+            if name in given:
+                follows = self._behind(name, *given[name], follows)
+            elif name in root.get("required", []):  # it cannot be written, and the reader looks no further for tags
+                follows = follows._replace(bare="", missing="", names=())
         return follows.rule
 
     def _behind(self, name: str, schema: dict, required: bool, follows: Follows) -> Follows:

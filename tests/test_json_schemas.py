@@ -25,8 +25,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from localServerCommon import Refused
-from mlx_patches.json_schemas import CHILDREN, prepare
-from mlx_patches.schema_keywords import BOUNDS, LIMITS, NO_EFFECT, UNHELD, on_a_deep_stack
+from mlx_patches.json_schemas import CHILDREN, _reachable, prepare
+from mlx_patches.schema_keywords import BOUNDS, KINDS, LIMITS, NO_EFFECT, UNHELD, error_of, is_plain, on_a_deep_stack
 
 SAMPLE = Path(__file__).parent.parent.parent / "shared" / "data" / "jsonschemabench" / "sample.jsonl"
 ENDS = (0, 1)
@@ -554,6 +554,48 @@ def test_anything_at_all_ends_in_a_schema_or_a_refusal(schema):
         assert refused.param == "schema" and refused.message.startswith("schema: ")
     else:
         assert compiled(prepared).get_error().startswith(("", "NoExtension"))
+
+
+NUMBER = st.sampled_from([-300, -1, 0, 1, 2, 5, 199, 201, 2**70, 1.5, True, "1"])
+KIND = st.sampled_from([*sorted(KINDS), "odd", ["string"], ["null", "object"], ["a"], [{}], [], ["null"] * 2, None])
+PLAIN = st.recursive(
+    st.fixed_dictionaries(
+        {"type": KIND},
+        optional={key: NUMBER for key in ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems")}
+        | {"enum": st.lists(st.sampled_from(["a", "é", "", "\x01", 1]), max_size=3), "description": st.just("x")}
+        | {"pattern": st.sampled_from(["^a", "b+"]), "format": st.sampled_from(["date", "uuid"])},
+    ),
+    lambda some: (
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["object", "array"])},
+            optional={
+                "properties": st.dictionaries(st.sampled_from(["a", "b", "", "\x7f"]), some, max_size=3),
+                "required": st.lists(st.sampled_from(["a", "b", "c", 1]), max_size=3),
+                "additionalProperties": some | st.booleans() | st.none(),
+                "items": some | st.booleans(),
+                "minItems": NUMBER,
+            },
+        )
+        | st.fixed_dictionaries({"anyOf": st.lists(some, max_size=3)}, optional={"type": st.just("object")})
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(PLAIN)
+def test_llguidance_takes_whatever_is_plain(schema):
+    if all(is_plain(each) for _, each in _reachable(schema)):
+        assert error_of(schema) == ""
+
+
+def test_what_is_plain_in_the_sample_is_taken():
+    plain = 0
+    for case in sample():
+        if isinstance(case["schema"], dict) and all(is_plain(each) for _, each in _reachable(case["schema"])):
+            plain += 1
+            assert error_of(case["schema"]) == ""
+    assert plain > 2
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ SCHEMAS = {
     "hard": "Github_hard---o5353",  # patterns, enums, optional properties, no others allowed
 }
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-ROUNDS, TOKENS = 3, 48
+ROUNDS, TOKENS = 5, 64
 FIRST_ROUNDS = 7
 START_SECONDS = 60
 

@@ -32,7 +32,7 @@ from tests.bench.replies import SMALL, spread, wide
 from tests.client import complete
 from tests.conftest import free_port, server_env
 
-STARTS = 3
+STARTS = 5
 POLL_SECONDS = 0.01
 LONGEST = 120  # seconds that a start may take
 SETTLE_SECONDS = 5

@@ -201,9 +201,9 @@ def table(short: bool) -> Iterator[str]:
     yield "| model | what | target | ratio: median (quartiles) | pairs × tokens |"
     yield "| --- | --- | --- | --- | --- |"
     demo, tiny = demo_model.folder(), wide()
-    groups = [("wide", tiny, (), CASES, 7, 128), ("wide", wide(style="think"), (), THINKING, 7, 128)]
+    groups = [("wide", tiny, (), CASES, 15, 128), ("wide", wide(style="think"), (), THINKING, 15, 128)]
     slow = [case for case in CASES if not case.quick]
-    groups += [("demo", demo, (), slow, 3, 48), ("demo", demo, ("--draft-model", demo), DRAFT, 3, 48)]
+    groups += [("demo", demo, (), slow, 5, 64), ("demo", demo, ("--draft-model", demo), DRAFT, 5, 64)]
     if short:
         groups = [("wide", tiny, (), [CASES[0], *(case for case in CASES if "medium" in case.what)], 1, 8)]
     for model, folder, flags, cases, rounds, tokens in groups:
