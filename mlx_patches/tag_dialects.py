@@ -94,26 +94,26 @@ class Tags:
         cdata = self.cdata and text.startswith("<![CDATA[", skip(text, at))
         depth, beside, plain, first = 0, False, False, None
         for event in self._events.finditer(text, at):
-            value = text[at : event.start()]
             if event["end"]:
-                ends = self._goes_on(text, event.end(), scope) and (not cdata or value.rstrip().endswith("]]>"))
+                ends = self._goes_on(text, event.end(), scope)
+                ends = ends and (not cdata or text[at : event.start()].rstrip().endswith("]]>"))
                 if ends and not depth:
-                    return value, event.end()
-                first = first or ((value, event.end()) if ends else None)
+                    return text[at : event.start()], event.end()
+                first = first or (event if ends else None)
                 depth, beside, plain = max(depth - 1, 0), depth == 1, plain or not depth
             elif plain or cdata:
                 continue  # behind an end tag that was text, only end tags count
             elif event["open"]:
                 if not depth and event["name"].strip() in others:
-                    return value, event.start("tag")
+                    return text[at : event.start()], event.start("tag")
                 depth += 1
             elif not depth:
                 if not beside and self._is_over(text, event.end(), scope):
-                    return value, event.start()
+                    return text[at : event.start()], event.start()
                 beside, plain = False, not beside
         if not scope.loose:
             raise Open
-        return first or (text[at:], len(text))
+        return (text[at : first.start()], first.end()) if first else (text[at:], len(text))
 
     def _is_over(self, text: str, at: int, scope: Scope) -> bool:
         """Whether the block ends at `at`, or another call begins."""
