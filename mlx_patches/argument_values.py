@@ -236,6 +236,19 @@ def _allowed(schema: Any, root: Any) -> tuple[list[str], dict[str, Any]]:
     return [ALIASES.get(name.lower(), name.lower()) for name in dict.fromkeys(found)], constants
 
 
+def has_form(schema: Any, root: Any) -> bool:
+    """Whether strings of this schema have a length, a pattern or a format to fit."""
+    todo, budget = [schema], 200
+    while todo and budget:
+        part, budget = todo.pop(), budget - 1
+        if isinstance(part, dict):
+            if part.keys() & {"minLength", "maxLength", "pattern", "format"}:
+                return True
+            todo += [m for name in ("anyOf", "oneOf") for m in _as_list(part.get(name))]
+            todo += [referred(part["$ref"], root)] if "$ref" in part else []
+    return False
+
+
 def _as_list(value: Any) -> list:
     return value if isinstance(value, list) else []
 

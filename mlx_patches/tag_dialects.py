@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mlx_patches.argument_values import by_schema, followers, properties, property_schema, quoted, types
+from mlx_patches.argument_values import by_schema, followers, has_form, properties, property_schema, quoted, types
 from mlx_patches.tool_dialects import Broken, Call, Open, Scope, json_value, skip
 
 
@@ -57,7 +57,8 @@ class Tags:
                 key = parameter["name"].strip()
                 schema = property_schema(root, key)
                 others = followers(root, key) if scope.ordered else properties(root).keys() - pairs.keys() - {key}
-                value, at = self._value(text, parameter.end(), scope, types(schema, root), others)
+                plain = scope.ordered and has_form(schema, root)
+                value, at = self._value(text, parameter.end(), scope, types(schema, root), others, plain)
                 written = self._json(value, parameter, schema, root)
                 if pairs.setdefault(key, written) != written:
                     raise Broken
@@ -86,13 +87,16 @@ class Tags:
         return by_schema(value, schema, root, untyped=self.untyped)
 
     def _value(
-        self, text: str, at: int, scope: Scope, kinds: Collection[str], others: Collection[str]
+        self, text: str, at: int, scope: Scope, kinds: Collection[str], others: Collection[str], plain: bool
     ) -> tuple[str, int]:
-        """(the value at `at`, where it ends). `others`: the parameters that may come after it."""
+        """(the value at `at`, where it ends). `others`: the parameters that may come after it.
+
+        `plain`: only an end tag ends it.
+        """
         if kinds and "string" not in kinds and (found := self._whole_json(text, at, scope)):
             return found
         cdata = self.cdata and text.startswith("<![CDATA[", skip(text, at))
-        depth, beside, plain, first = 0, False, False, None
+        depth, beside, first = 0, False, None
         for event in self._events.finditer(text, at):
             if event["end"]:
                 ends = self._goes_on(text, event.end(), scope)

@@ -14,11 +14,12 @@ import json
 from typing import NamedTuple
 
 from mlx_patches.argument_values import as_text, properties
-from mlx_patches.grammar_rules import ANY_TEXT, PLAIN, Rules, escaped, schema_of, types_of
+from mlx_patches.grammar_rules import ANY_TEXT, PLAIN, Rules, escaped, is_held, schema_of, types_of
 
 BLANKS = r"[\s\x1c-\x1f]*"  # as Python has them
 CDATA = BLANKS + r"<!\[CDATA\["
 LINE, MAYBE_LINE = r"\n", r"\n?"  # a break before markup
+LINE_ALONE = '"\\n" '
 NAME = r"[^\s<>\"']+"
 
 
@@ -128,9 +129,16 @@ class TagRules(Rules):
             section = f" | {whole} {follows.rule}"
             text = f"({text}) & ~/{CDATA}(?s:.*)/"
         if not free:
-            # A length or a form goes with the whole text, so no tag stands in it that could be its end.
-            line, end = ('"\\n" ', self.form.end[:-1]) if self.form.parameter.endswith("\n") else ("", self._end)
-            return f"{line}{self._until(self._tagless(text), end)} {follows.rule}{section}"
+            # A length or a form goes with the whole text, so it ends at its first end tag.
+            trimmed, end = self.form.parameter.endswith("\n"), escaped(self._end)
+            if not self._all_letters(self._end):
+                value = self._until(text, self._end)
+            elif is_held(schema):
+                line = LINE if trimmed else ""
+                value = self._lazy(f"({text}) /{line}{end}/ & ~/(?s:.*){end}(?s:.+)/")
+            else:
+                value = self._lazy(f"({text}) /{MAYBE_LINE if trimmed else ''}{end}/")
+            return f"{LINE_ALONE if trimmed else ''}{value} {follows.rule}{section}"
         if self._lettered:
             return self._free(follows)
         if not self._all_letters(self._end):

@@ -111,6 +111,22 @@ def test_a_string_that_is_held_ends_at_its_end_tag(name, held):
     assert not allows(name, schema, call(name, {"s": f"a{form.end}a", "t": "x"}))
 
 
+@pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize("held", [{"maxLength": 2000}, {"minLength": 1, "maxLength": 255}, {"maxLength": 32767}])
+def test_a_long_string_with_a_length_keeps_within_llguidances_limits(name, held):
+    schema = tool((), s=STRING | held, t=STRING | {"maxLength": 255})[0]["function"]["parameters"]
+    tokenizer, words, _ = vocabulary_with(())
+    tools = [Tool("f", prepare(schema, param="f"))]
+    rules = call_rules(FORMATS[name], tools, Specials(), several=False, end=markers(name)[1]).rules
+    grammar = json.dumps({"grammars": [{"lark_grammar": f"start: block\n{rules}"}]})
+    matcher = LLMatcher(words, grammar, log_level=0)
+    text = call(name, {"s": 'if a < b and </b>: ["<p", 1]}>|' * 8, "t": "x<y"}) + markers(name)[1]
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        matcher.compute_bitmask()
+        assert matcher.consume_token(token), matcher.get_error()
+    assert matcher.is_accepting()
+
+
 def test_many_tools_share_the_rules_of_their_strings():
     tools = [Tool(f"f{n}", prepare(tool()[0]["function"]["parameters"], param="p")) for n in range(40)]
     for name in TAGS:
