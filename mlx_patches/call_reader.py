@@ -201,7 +201,7 @@ class CallReader:
         close = body.find(end, held.tried) if end else -1
         while close >= 0:
             try:
-                calls, rest = self._calls.read(body[:close], known=thinking)
+                calls, rest = self._calls.read(body[:close], known=thinking, named=held.named)
             except Open:
                 held = held._replace(tried=close + len(end))
                 close = body.find(end, held.tried)
@@ -220,7 +220,8 @@ class CallReader:
         thinking, body, end = held.origin == REASONING, held.body, self._calls.end
         for stop, closed, loose in self._ends(body, cut):
             try:
-                calls, rest = self._calls.read(body[:stop], known=thinking, loose=loose and not thinking, ended=not cut)
+                how = {"known": thinking, "named": held.named, "loose": loose and not thinking, "ended": not cut}
+                calls, rest = self._calls.read(body[:stop], **how)
             except (Broken, Open):
                 continue
             state = self._found(state, held, calls, stop - len(rest), parts)

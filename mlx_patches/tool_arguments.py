@@ -83,10 +83,15 @@ class Calls:
     def may_be_bare(self, answer: str) -> bool:
         return not answer.strip() or self._bare.fullmatch(answer, partial=True) is not None
 
-    def read(self, body: str, *, known: bool, loose: bool = False, ended: bool = True) -> tuple[list[Call], str]:
-        """(the calls that `body` begins with, what follows). Raises Broken, or Open. The flags are Scope's."""
+    def read(
+        self, body: str, *, known: bool, named: bool = False, loose: bool = False, ended: bool = True
+    ) -> tuple[list[Call], str]:
+        """(the calls that `body` begins with, what follows). Raises Broken, or Open. The flags are Scope's.
+
+        `named`: the marker follows a word, so that the grammar may not have seen all of what follows it.
+        """
         calls, rest = self._read(body, known, loose, ended)
-        return (self._fitting(calls) if known or not self._held else calls)[: self.most], rest
+        return (self._fitting(calls) if known or named or not self._held else calls)[: self.most], rest
 
     def _read(self, body: str, known: bool, loose: bool, ended: bool) -> tuple[list[Call], str]:
         tools, ordered = self._may_come if known else self.tools, self._held and not known

@@ -477,6 +477,16 @@ def test_a_call_after_a_word_is_held_too(serve, form):
     assert both(server, prose, tools=tools).content == prose
 
 
+def test_what_the_grammar_misses_after_a_word_is_checked_where_it_is_strict(script):
+    fits, misfit = ({"arguments": {"city": "Paris", "days": days}, "name": "get_weather"} for days in (3, 30))
+    for call, held in ((fits, True), (misfit, False)):
+        text = f"now <tool_call>\n{json.dumps(call)}\n</tool_call>"
+        for strict in (True, False):
+            reply = both(script, text, tools=[tool("get_weather", LATE, strict=strict)], max_tokens=200)
+            assert bool(reply.tool_calls) == (held or not strict)
+            assert reply.content == ("now" if held or not strict else text)
+
+
 def test_guesses_in_a_call_after_a_word(serve, tiny):
     draft = tiny("scripted", tools="qwen3_coder", wrong_every=3)
     server = serve(tiny("scripted", tools="qwen3_coder"), "--draft-model", draft, "--prompt-cache-size", 0)
