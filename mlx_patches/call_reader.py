@@ -17,18 +17,16 @@ the arguments are JSON they are sent while they are written, always a beginning 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mlx_patches.argument_values import JsonValue
 from mlx_patches.reply_format import ANSWER, MARKER, REASONING, Part, Parts, TextSplitter
 from mlx_patches.tool_arguments import Calls
-from mlx_patches.tool_choice import ToolRules
 from mlx_patches.tool_dialects import Broken, Call, Open
 
 CALL = "call"
 """The kind of a part that is a call's: what it says is in its steps."""
-
 
 ARGUMENTS_BEGIN = re.compile(r'\s*(?:,\s*(?:"\w*"?\s*:?\s*)?)?')
 
@@ -78,12 +76,13 @@ class Early(NamedTuple):
 class Held(NamedTuple):
     """A text after an opening marker. `origin`: the state it stood in; `tried`: up to where closing markers are.
 
-    `named`: it follows a word and a blank, as in prose that names the marker.
+    `unseen`: the marker follows a word and a blank, as in prose that names it, or does not end with a token of its own:
+    a grammar may not have seen what comes after it.
     """
 
     origin: str
     marker: str
-    named: bool = False
+    unseen: bool = False
     body: str = ""
     tried: int = 0
     early: Early = Early()
@@ -93,6 +92,7 @@ class State(NamedTuple):
     """`inner`: the wrapped splitter's. `held`: the newest text of the answer: white space, which is dropped if a call
     follows, or while `bare` the whole answer, which may yet be calls in JSON. `owed`: its letters that are in no part.
     `call`: the text that may be a call; `called`: one was the last that came of the answer. `last`: its last letter.
+    `markers`: how many of them texts were held after.
     """
 
     inner: tuple
@@ -102,6 +102,7 @@ class State(NamedTuple):
     call: Held | None = None
     called: bool = False
     last: str = ""
+    markers: int = 0
 
 
 class CallReader:
@@ -109,8 +110,9 @@ class CallReader:
 
     exact = by_tokens = False
 
-    def __init__(self, inner: TextSplitter, calls: Calls):
-        self._inner, self._calls = inner, calls
+    def __init__(self, inner: TextSplitter, calls: Calls, marker: int | None = None):
+        """`marker`: the token that the opening marker is, where it is one."""
+        self._inner, self._calls, self._marker = inner, calls, marker
         self.first = State(inner.first, bare=bool(calls.tools))
 
     def units(self, text: str) -> int:
@@ -121,7 +123,11 @@ class CallReader:
 
     def lead(self, state: State) -> tuple[int, ...] | None:
         """What the grammar has before a block that begins; None where it is not to hold it."""
-        return None if state.call is not None and state.call.named else ()
+        return None if state.call is not None and state.call.unseen else ()
+
+    def begins(self, before: State, state: State) -> bool:
+        """Whether a block of the answer's calls begins with the token between them."""
+        return state.markers > before.markers and state.call is not None and state.call.origin != REASONING
 
     def name_row(self, state: State, width: int) -> None:
         """No mask: a name stands in the block."""
@@ -133,7 +139,7 @@ class CallReader:
     def split(self, state: State, token: int, text: str) -> tuple[State, Parts]:
         """(state after `token`, the parts it decided)."""
         parts: Parts = []
-        return self._take(state, text, parts), parts
+        return self._take(state, text, parts, token), parts
 
     def last(self, state: State, text: str) -> tuple[State, Parts]:
         return self.split(state, 0, text)
@@ -155,8 +161,8 @@ class CallReader:
             return [*parts, Part(MARKER, "", state.owed)]
         return [*parts, Part(ANSWER, state.held, state.owed)]
 
-    def _take(self, state: State, text: str, parts: Parts) -> State:
-        """The state after `text`, whose parts are added to `parts`."""
+    def _take(self, state: State, text: str, parts: Parts, token: int | None = None) -> State:
+        """The state after `text`, whose parts are added to `parts`. `token`: the newest, which its end is of."""
         while text:
             if state.call is not None:
                 held = state.call._replace(body=state.call.body + text)
@@ -175,7 +181,9 @@ class CallReader:
                 if self._inner.kind(after) == "tool":
                     for part in found[:1]:
                         state = self._say(state, part, parts)
-                    state, text = self._hold(state, origin, before[len(before) - marker :], parts), text[at + 1 :]
+                    text, marker_text = text[at + 1 :], before[len(before) - marker :]
+                    whole = self._marker in (None, token) and not text.strip("\n")
+                    state = self._hold(state, origin, marker_text, whole, parts)
                     break
                 for part in found:
                     state = self._say(state, part, parts)
@@ -184,24 +192,24 @@ class CallReader:
                 return self._judge(state, state.call, parts)[0]
         return state
 
-    def _hold(self, state: State, origin: str, marker: str, parts: Parts) -> State:
-        """The marker of a call is complete."""
+    def _hold(self, state: State, origin: str, marker: str, whole: bool, parts: Parts) -> State:
+        """The marker of a call is complete. `whole`: it ends with a token of its own."""
         if origin != REASONING:
             state = self._answer(state._replace(bare=False), "", parts)
         named = not state.called and state.last.isalnum() and state.held != "" and "\n" not in state.held
-        return state._replace(call=Held(origin, marker, named))
+        return state._replace(call=Held(origin, marker, named or not whole), markers=state.markers + 1)
 
     def _judge(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
         """(the state after what is known of a held text, what of it is still to be read)."""
         thinking, body, end = held.origin == REASONING, held.body, self._calls.end
         if not self._calls.may_begin(body[: self._before_end(body)]):
             return self._release(state, held, parts, unread=not thinking)
-        if not thinking:
+        if not thinking and not (held.unseen and self._calls.held):
             held = self._send_early(held, parts)
         close = body.find(end, held.tried) if end else -1
         while close >= 0:
             try:
-                calls, rest = self._calls.read(body[:close], known=thinking, named=held.named)
+                calls, rest = self._calls.read(body[:close], known=thinking, unseen=held.unseen)
             except Open:
                 held = held._replace(tried=close + len(end))
                 close = body.find(end, held.tried)
@@ -220,7 +228,7 @@ class CallReader:
         thinking, body, end = held.origin == REASONING, held.body, self._calls.end
         for stop, closed, loose in self._ends(body, cut):
             try:
-                how = {"known": thinking, "named": held.named, "loose": loose and not thinking, "ended": not cut}
+                how = {"known": thinking, "unseen": held.unseen, "loose": loose and not thinking, "ended": not cut}
                 calls, rest = self._calls.read(body[:stop], **how)
             except (Broken, Open):
                 continue
@@ -376,22 +384,3 @@ class CallReader:
         if early.name is not None and len(calls) <= early.done:
             steps.append(Dropped(cut=False))
         return tuple(steps)
-
-
-def reading_calls(
-    splitter: TextSplitter,
-    tokenizer: Any,
-    tools: Any,
-    rules: ToolRules | None = None,
-    fits: Callable[[str, str], bool] = lambda name, arguments: True,
-    held: bool = False,
-) -> TextSplitter | CallReader:
-    """`splitter`, or one around it that reads calls. `tokenizer`: mlx_lm's TokenizerWrapper.
-
-    `rules`, `fits` (of a name and arguments): what a call must be that no grammar saw. `held`: one sees blocks.
-    """
-    name = tokenizer.tool_parser.__module__.rpartition(".")[2] if tokenizer.has_tool_calling else None
-    if name is None and not tools:
-        return splitter
-    start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    return CallReader(splitter, Calls(name, tokenizer.tool_parser, start, end, tools, rules, fits, held))

@@ -303,9 +303,10 @@ class HarmonySplitter:
             return self.leads.get((state.recipient or "").removeprefix("functions."))
         return tuple(self._form._encode("\n")) if state.phase == ANSWER and self.leads else ()
 
-    def said_after_marker(self, state: HarmonyState) -> str:
-        """What of a body came with its header: nothing after a marker, text after a header that had none."""
-        return "" if state.said is None else state.said[1]
+    def begins(self, before: HarmonyState, state: HarmonyState) -> bool:
+        """Whether the body of a call that is held begins with the token between them."""
+        apart = state.said is None or not state.said[1].strip("\n")  # else its text came with a header without a marker
+        return state.phase == TOOL != before.phase and apart and self.lead(state) is not None
 
     def name_row(self, state: HarmonyState, width: int) -> mx.array | None:
         """A mask, shape (width,), where a header names who is called; None elsewhere, and where no call is held."""

@@ -31,6 +31,8 @@ from mlx_patches.tool_formats import FORMATS, SECOND_CHANCE, Format, read_all
 LEAD = r"(?:<\|python_tag\|>|```\w*\s|<tools>)?"
 WRAPPED = re.compile(rf"\s*{LEAD}(.*?)(?:```|</tools>)?\s*", re.DOTALL)
 
+ALL_FIT: Callable[[str, str, bool], bool] = lambda name, arguments, every: True  # noqa: E731
+
 
 class Calls:
     """How one model's calls are read for one request."""
@@ -43,15 +45,15 @@ class Calls:
         end: str,
         tools: Any,
         rules: ToolRules | None = None,
-        fits: Callable[[str, str], bool] = lambda name, arguments: True,
+        fits: Callable[[str, str, bool], bool] = ALL_FIT,
         held: bool = False,
     ):
         """`name`: of mlx_lm's parser module; `parser`: its function, for what no row of FORMATS reads.
 
-        `rules`, `fits`: which calls may come, and with which arguments, where no grammar sees one. `held`: one sees
-        those in blocks of the answer, and only it judges them.
+        `rules`, `fits` (of a name, arguments, and whether also where its tool is not strict): which calls may come, and
+        with which arguments, where no grammar sees one. `held`: one sees those in blocks of the answer.
         """
-        self._fits, self._held = fits, held
+        self._fits, self.held = fits, held
         self.tools = declared(tools)
         may_come = self.tools if rules is None else {tool.name for tool in rules.tools}
         self._may_come = {name: schema for name, schema in self.tools.items() if name in may_come}
@@ -64,6 +66,7 @@ class Calls:
         # A dot before a blank ends a sentence, if no tool's name.
         word = "|".join([rf"{NAME}(?<!\.)", *(re.escape(name) for name in self.tools if name.endswith("."))])
         begun = rf"(?:{NAME}|(?:{word})\s+)(?:$|[\[{{(>{quotes}]|<(?:$|[\w|]))"
+        self._again = re.compile(rf"\s*(?:(?:{word})\s+)?{re.escape(start)}" if start else "(?!)")
         self._viable = re.compile(rf"\s*(?:$|[{{\[{quotes}]|`(?:$|`)|<(?:$|[\w|])|{begun})")
         # As a beginning of an answer that is nothing but calls: brackets, a first name, a tool's name.
         names = "|".join(re.escape(json.dumps(name, ensure_ascii=False)) for name in self._may_come)
@@ -78,23 +81,26 @@ class Calls:
 
     def may_begin(self, body: str) -> bool:
         """Whether a call, in whatever dialect, may begin so."""
-        return bool(self.tools) and self._viable.match(body) is not None
+        viable = bool(self.tools) and self._viable.match(body) is not None
+        return viable and self._again.match(body) is None  # where a second marker stands, the first was prose
 
     def may_be_bare(self, answer: str) -> bool:
         return not answer.strip() or self._bare.fullmatch(answer, partial=True) is not None
 
     def read(
-        self, body: str, *, known: bool, named: bool = False, loose: bool = False, ended: bool = True
+        self, body: str, *, known: bool, unseen: bool = False, loose: bool = False, ended: bool = True
     ) -> tuple[list[Call], str]:
         """(the calls that `body` begins with, what follows). Raises Broken, or Open. The flags are Scope's.
 
-        `named`: the marker follows a word, so that the grammar may not have seen all of what follows it.
+        `unseen`: the grammar that holds all other blocks may not have seen this one.
         """
         calls, rest = self._read(body, known, loose, ended)
-        return (self._fitting(calls) if known or named or not self._held else calls)[: self.most], rest
+        if known or unseen or not self.held:
+            calls = self._fitting(calls, every=unseen and self.held)
+        return calls[: self.most], rest
 
     def _read(self, body: str, known: bool, loose: bool, ended: bool) -> tuple[list[Call], str]:
-        tools, ordered = self._may_come if known else self.tools, self._held and not known
+        tools, ordered = self._may_come if known else self.tools, self.held and not known
         if self.form is not None:
             try:
                 return read_all(body, self.form, Scope(tools, loose, ended, known, ordered))
@@ -106,8 +112,8 @@ class Calls:
             return calls, ""
         return self._second_chance(body, SECOND_CHANCE), ""
 
-    def _fitting(self, calls: list[Call]) -> list[Call]:
-        if not all(self._fits(call.name, call.arguments) for call in calls):
+    def _fitting(self, calls: list[Call], every: bool = False) -> list[Call]:
+        if not all(self._fits(call.name, call.arguments, every) for call in calls):
             raise Broken
         return calls
 

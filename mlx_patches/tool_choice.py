@@ -324,18 +324,21 @@ class ToolFormat:
         return literal(text, self.specials) if text else ""
 
 
-def fits(rules: ToolRules, name: str, arguments: str, provider: Any) -> bool:
+def fits(rules: ToolRules, name: str, arguments: str, provider: Any, every: bool) -> bool:
     """Whether a call that no grammar saw may come: of a strict tool, only with arguments (JSON) that fit its schema.
 
-    Of another tool with any: a grammar wants an order of names and a spelling that validity does not.
+    Of another tool, or one that is not in `rules`, with any, but where `every` call of this kind is to be held: there
+    it must be a permitted one's, and fit.
     """
-    tool = next((tool for tool in rules.tools if tool.name == name and tool.strict), None)
-    if tool is None:
-        return True
+    tool = next((tool for tool in rules.tools if tool.name == name), None)
+    if tool is None or not (tool.strict or every):
+        return not every
     try:
         text = json.dumps(_in_order(json.loads(arguments), json.loads(tool.text)), ensure_ascii=False)
         grammar = Grammar(LLMatcher.grammar_from_json_schema(tool.prepared().prepared.text), tool.param, "tools")
         return provider.grammars.allows(grammar, text)
+    except Refused:
+        return not tool.strict  # its schema does not compile
     except (ValueError, RecursionError):  # nested too deeply, or a number of too many digits
         return False
 

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_patches.call_reader import reading_calls
+from mlx_patches.call_reader import CallReader
 from mlx_patches.reply_format import ANSWER, REASONING, Part, Parts, TextSplitter, TokenSplitter, TokenState
 from mlx_patches.stop_strings import StopStrings
+from mlx_patches.tool_arguments import Calls
 from mlx_patches.tool_choice import fits, tool_format
 from mlx_patches.watcher import Watcher
 
@@ -125,8 +126,8 @@ class WatchesReplies:
         held = calls is not None and (ask.calls_in_grammar or calls.form is not None)
         matcher = provider.grammars.matcher(ask.grammar) if ask.grammar is not None else None
         blocks = calls.matcher_later(ask.tools, provider, lambda: args.left) if held and matcher is None else None
-        fit = lambda name, text: fits(ask.tools, name, text, provider)  # noqa: E731
-        may = () if ask.tools is None else (ask.tools, fit, held)
+        fit = lambda name, text, every: fits(ask.tools, name, text, provider, every)  # noqa: E731
+        may: dict = {} if ask.tools is None else {"rules": ask.tools, "fits": fit, "held": held}
         _, machine = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
         if form.messages is not None:
             args.splitter = form.messages.splitter(
@@ -145,7 +146,7 @@ class WatchesReplies:
                 reader = reading_calls(TextSplitter(machine, ANSWER), tokenizer, request.tools, held=True)
                 args.splitter = CallSplitter(args.splitter, reader, tokenizer.tool_call_start)
         else:
-            args.splitter = reading_calls(TextSplitter(machine, initial), tokenizer, request.tools, *may)
+            args.splitter = reading_calls(TextSplitter(machine, initial), tokenizer, request.tools, **may)
         stops = StopStrings(ask.stops) if ask.stops else None
         limits = ask.limits.machine(args.max_tokens, tokenizer.has_thinking or form.messages is not None)
         one_call = ask.tools is not None and not ask.tools.several
@@ -165,6 +166,17 @@ class WatchesReplies:
                 guesses=guesses,
             )
         return found
+
+
+def reading_calls(splitter: TextSplitter, tokenizer: Any, tools: Any, **may: Any) -> TextSplitter | CallReader:
+    """`splitter`, or one around it that reads calls. `tokenizer`: mlx_lm's TokenizerWrapper; `may`: for Calls."""
+    name = tokenizer.tool_parser.__module__.rpartition(".")[2] if tokenizer.has_tool_calling else None
+    if name is None and not tools:
+        return splitter
+    start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
+    marker, *more = tokenizer.tool_call_start_tokens or (None,)
+    calls = Calls(name, tokenizer.tool_parser, start, end, tools, **may)
+    return CallReader(splitter, calls, None if more else marker)
 
 
 def add_watcher(upstream):

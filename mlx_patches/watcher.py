@@ -202,7 +202,7 @@ class Watcher:
 
     def _judge_free(self, mark: Mark, token: int) -> Mark:
         """Free text, but for blocks of calls, which the matcher follows from their opening marker to their end."""
-        before = self._splitter.kind(mark.reading)
+        reading, before = mark.reading, self._splitter.kind(mark.reading)
         mark = self._scan(mark, token)
         kind = self._splitter.kind(mark.reading)
         if mark.calling:
@@ -211,9 +211,9 @@ class Watcher:
             # A call that is told by its header has no marker after it in the grammar: the reply ends with it.
             calling = not over or self._splitter.by_tokens
             return mark._replace(fed=len(self._fed), calling=calling, called=mark.called + over)
-        if kind == "tool" and before not in ("tool", REASONING) and self._blocks:
+        if self._blocks and self._splitter.begins(reading, mark.reading):
             if self._may_hold(mark):
-                return self._begin(mark._replace(calling=True))
+                return self._begin(mark._replace(calling=True, late=0))
             return mark._replace(late=len(self._taken))
         if kind == "tool" and mark.late and self._is_call(self._splitter.said_after_marker(mark.reading)):
             return self._hold_late(mark)
@@ -233,10 +233,8 @@ class Watcher:
         return mark
 
     def _may_hold(self, mark: Mark) -> bool:
-        """Whether the grammar sees all of a block that begins: not what its marker's last token says beyond it."""
-        said, marker = self._splitter.said_after_marker(mark.reading), self._form.tokenizer.tool_call_start_tokens
-        spelled = not self._splitter.by_tokens and len(marker) == 1 and marker[0] != self._taken[-1]  # letter by letter
-        if self._splitter.lead(mark.reading) is None or spelled or said.strip("\n"):
+        """Whether the grammar sees all of a block that begins."""
+        if self._splitter.lead(mark.reading) is None:
             return False
         if self._matcher is None:
             self._hold(self._blocks())
