@@ -29,6 +29,7 @@ reply_events.py       generated tokens → one stream of events
 chat_wire.py          the events as chat completions and completions write them
 keepalive.py          comment lines while nothing comes
 cancellation.py       a client that is gone
+tool_rules.py         what a request says of its tools
 tool_choice.py        which tool calls may come
 tool_grammars.py      a model's way of writing a call → a grammar
 tag_grammars.py       the same for parameters between tags

@@ -25,7 +25,7 @@ from mlx_patches.chat_messages import read_messages
 from mlx_patches.image_urls import inline_images
 from mlx_patches.reply_limits import Limits, read_limits
 from mlx_patches.structured_output import Grammar, read_grammar
-from mlx_patches.tool_choice import ToolRules, read_tools
+from mlx_patches.tool_rules import ToolRules, read_tools
 
 
 class Field(NamedTuple):

@@ -17,13 +17,17 @@ from typing import Any
 from mlx_patches.argument_values import by_schema, followers, has_form, properties, property_schema, quoted, types
 from mlx_patches.tool_dialects import Broken, Call, Open, Scope, json_value, skip
 
+ANYTHING = re.compile("(?s:.*)")
+
 
 @dataclass(frozen=True)
 class Tags:
     """`call` and `parameter` have the group `name`; `parameter` may have `type`. `close`: after a call's parameters,
     None where only its markers end it. `end`: after a value. `trim`: a line break inside both tags is no part of it.
     `cdata`: a value may be one section of CDATA. `untyped`: as by_schema has it. `before`: what stands before tags
-    inside a value that are an example's, or follow a missing end tag; None where all tags there are text.
+    inside a value that are an example's, or follow a missing end tag; None where all tags there are text. `head`,
+    `tag`: how a call and a parameter begin that are spelled as the model's template has them; an example's parameters
+    follow a line that is such a head.
     """
 
     call: re.Pattern
@@ -34,6 +38,8 @@ class Tags:
     cdata: bool = False
     untyped: str = "[{"
     before: str | None = "\n"
+    head: re.Pattern = ANYTHING
+    tag: re.Pattern = ANYTHING
 
     @cached_property
     def _events(self) -> re.Pattern:
@@ -108,9 +114,12 @@ class Tags:
             elif plain or cdata:
                 continue  # behind an end tag that was text, only end tags count
             elif event["open"]:
+                if scope.ordered and not self.tag.fullmatch(event["tag"]):
+                    continue
                 if not depth and event["name"].strip() in others:
                     return text[at : event.start()], event.start("tag")
-                depth += 1
+                line = text.rfind("\n", at, event.start()) + 1
+                depth += bool(depth or beside or (line > 0 and self.head.fullmatch(text, line, event.start())))
             elif not depth:
                 if not beside and self._is_over(text, event.end(), scope):
                     return text[at : event.start()], event.start()

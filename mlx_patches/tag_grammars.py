@@ -11,6 +11,7 @@ lexer never steps back; so a line break before markup is a part of its lexeme.
 from __future__ import annotations
 
 import json
+import re
 from typing import NamedTuple
 
 from mlx_patches.argument_values import as_text, properties
@@ -21,6 +22,7 @@ CDATA = BLANKS + r"<!\[CDATA\["
 LINE, MAYBE_LINE = r"\n", r"\n?"  # a break before markup
 LINE_ALONE = '"\\n" '
 NAME = r"[^\s<>\"']+"
+WHOLE_NAME = re.compile(NAME)
 
 
 class Follows(NamedTuple):
@@ -70,7 +72,7 @@ class TagRules(Rules):
         value = self._rule(self._tagged(schema, name, follows))
         tag = self._tag.format(name)
         rule, bare, missing = f"{self._markup(tag)} {value}", "", ""
-        if self._lettered:
+        if self._lettered and WHOLE_NAME.fullmatch(name):
             bare = f"{self._markup(tag, LINE)} {value}"
             missing = f"{self._lexeme(f'{ANY_TEXT} /{LINE}{escaped(tag)}/')} {value}"
         if required:
@@ -150,31 +152,30 @@ class TagRules(Rules):
         return f"({text}) & ~/(?s:.*)({'|'.join(map(escaped, self._tags))})(?s:.*)/"
 
     def _free(self, follows: Follows) -> str:
-        """Any text. It may hold examples, from a parameter's tag to its end tag and on to the call's closing tag."""
+        """Any text. It may hold examples: a call's head on a line, parameters behind it, the call's closing tag."""
         self._count += 1
-        fresh = beside = f"fresh_{self._count}"
+        fresh, beside = f"fresh_{self._count}", f"beside_{self._count}"
         end, more = self._stopped(self._end), self._stopped(self._end, f"{ANY_TEXT} & {self._more}")
         tail = self._stopped(f"\n{self._tail}") if self._tail else ""
-        if tail:
-            beside = f"beside_{self._count}"
-        text = f"{self._example(follows.names)} inside {beside} | {end} {more}* {follows.rule}"
+        text = f"inside {beside} | {end} {more}* {follows.rule}"
         text += f" | {follows.missing}" if follows.missing else ""
+        self.rules.append(f"{beside}: {self._example(follows.names)} {text}{f' | {tail} {fresh}' if tail else ''}")
         if tail:
-            self.rules.append(f"{beside}: {text} | {tail} {fresh}")  # an example's closing tag
             over = f"{self._markup(self.end)} | " if follows.over else ""
             text += f" | {tail} ({over}{more}+ {follows.rule})"
-        self.rules.append(f"{fresh}: {text}")
+        head = rf"/\n{escaped(self.form.head.strip()).replace(escaped('{}'), NAME)}/ "
+        self.rules.append(f"{fresh}: {self._example(follows.names, head)} {text}")
         if "inside" not in self._shared:
             self._shared["inside"] = "inside"  # an example behind its tag, to its end tag
             self.rules.append(f"inside: ({self._example()} inside)* {end}")
         return fresh
 
-    def _example(self, others: tuple[str, ...] = ()) -> str:
-        """Text up to the tag of a parameter that is none of `others`."""
+    def _example(self, others: tuple[str, ...] = (), head: str = "") -> str:
+        """Text up to the tag of a parameter that is none of `others`, behind `head`."""
         before, after = map(escaped, self._tag.split("{}"))
         name = f"(/{NAME}/ & ~/{'|'.join(map(escaped, others))}/)" if others else f"/{NAME}/"
         value = rf"\n?{escaped(self.form.value)}" if self.form.value else ""
-        return self._lexeme(rf"{ANY_TEXT} /\n{before}/ {name} /{after}{value}/")
+        return self._lexeme(rf"{ANY_TEXT} {head}/\n{before}/ {name} /{after}{value}/")
 
     @property
     def _more(self) -> str:

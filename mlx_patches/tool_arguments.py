@@ -24,9 +24,9 @@ from typing import Any
 import regex
 
 from mlx_patches.argument_values import declared
-from mlx_patches.tool_choice import ToolRules
 from mlx_patches.tool_dialects import NAME, Broken, Call, Open, Scope, json_call
 from mlx_patches.tool_formats import FORMATS, SECOND_CHANCE, Format, read_all
+from mlx_patches.tool_rules import ToolRules
 
 LEAD = r"(?:<\|python_tag\|>|```\w*\s|<tools>)?"
 WRAPPED = re.compile(rf"\s*{LEAD}(.*?)(?:```|</tools>)?\s*", re.DOTALL)

@@ -69,6 +69,7 @@ def pattern(text: str) -> re.Pattern:
     return re.compile(text, re.DOTALL)
 
 
+WORD = r"[^\s<>\"']+"
 JSON_HEAD = pattern(
     r'[\s,;\[\]}]*\{\s*(?:"id"\s*:\s*"(?P<id>[^"\\]+)"\s*,\s*)?(?:"type"\s*:\s*"function"\s*,\s*)?'
     r'"name"\s*:\s*"(?P<name>[^"\\]+)"(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<open>[^\s]))?'
@@ -104,12 +105,16 @@ QWEN = Tags(
     pattern(r"<parameter=\s*(?P<name>[^\s<>]+)\s*?>"),
     pattern(r"</parameter>"),
     trim=True,
+    head=pattern(f"<function={WORD}>"),
+    tag=pattern(f"<parameter={WORD}>"),
 )
 MINIMAX = Tags(
     pattern(r"""<invoke\s+name\s*=\s*["']?(?P<name>[^\s"'<>]+)["']?\s*>"""),
     pattern(r"</invoke>"),
     pattern(r"""<parameter\s+name\s*=\s*["']?(?P<name>[^"'<>]+)["']?\s*>"""),
     pattern(r"</parameter>"),
+    head=pattern(f'<invoke name="{WORD}">'),
+    tag=pattern(f'<parameter name="{WORD}">'),
 )
 MINICPM = Tags(
     pattern(r"""(?:<function\s+name\s*=\s*)?["']?(?P<name>[^\s"'<>]+)["']?\s*>"""),
@@ -125,6 +130,8 @@ MUSE = Tags(
     pattern(r"<atem:parameter\b[^>]*?\bname=\"(?P<name>[^\">]+)\"[^>]*?>"),
     pattern(r"</atem:parameter>"),
     untyped='[{"-0123456789tfn',
+    head=pattern(f'<atem:invoke name="{WORD}">'),
+    tag=pattern(f'<atem:parameter name="{WORD}">'),
 )
 
 
@@ -136,6 +143,8 @@ def keyed(prefix: str = "") -> Tags:
         pattern(rf"<{prefix}arg_key>(?P<name>[^<>]*)</{prefix}arg_key>(?:\\n|\s)*<{prefix}arg_value>"),
         pattern(rf"</{prefix}arg_value>"),
         untyped='[{"-0123456789tfn',
+        head=pattern(WORD),
+        tag=pattern(rf"<{prefix}arg_key>{WORD}</{prefix}arg_key>\n?<{prefix}arg_value>"),
     )
 
 

@@ -23,7 +23,8 @@ from mlx_patches.call_reader import CallReader
 from mlx_patches.reply_format import ANSWER, REASONING, Part, Parts, TextSplitter, TokenSplitter, TokenState
 from mlx_patches.stop_strings import StopStrings
 from mlx_patches.tool_arguments import Calls
-from mlx_patches.tool_choice import fits, tool_format
+from mlx_patches.tool_choice import tool_format
+from mlx_patches.tool_rules import fits
 from mlx_patches.watcher import Watcher
 
 

@@ -27,6 +27,7 @@ PLAIN = {
     "tool_dialects",
     "tool_formats",
     "tool_grammars",
+    "tool_rules",
 }
 """Rooms that stand in for nothing of mlx_lm's: no card."""
 PURE = [
@@ -54,6 +55,7 @@ PURE = [
     "tool_dialects",
     "tool_formats",
     "tool_grammars",
+    "tool_rules",
 ]
 TOP = {"pyproject.toml", "mlx_patched_server.py", "localServerCommon.py", "mlx_patches", "tests", "docs", "README.md"}
 

@@ -77,6 +77,15 @@ def test_a_string_may_hold_its_own_markup(name, required):
 
 
 @pytest.mark.parametrize("name", TAGS)
+@pytest.mark.parametrize("required", [("s",), ()], ids=["required", "optional"])
+def test_a_tag_that_no_call_begins_before_is_text(name, required):
+    """As where the end tag before a parameter is missing that the tool has not: nothing in the reply waits for more."""
+    form = FORMATS[name]
+    value = f"x\n{form.parameter.format('q').strip()}{form.value}y"
+    assert held_and_read(name, call(name, {"s": value}), tool(required, s=STRING)) == [("f", {"s": value})]
+
+
+@pytest.mark.parametrize("name", TAGS)
 def test_markup_behind_an_end_tag_is_markup(name):
     """What the reader would take for another parameter, or another call, no string can hold."""
     form, schema = FORMATS[name], tool()[0]["function"]["parameters"]
@@ -172,6 +181,7 @@ def pieces_of(name: str, keys: list[str]) -> list[str]:
     tags = [form.parameter.format(key) + value for key in [*keys, "q"] for value in ("", form.value)]
     ends = [form.end, form.tail, end] * 4
     heads = [form.head.format("f"), form.head.format("g"), start]
+    heads += [f"\n{form.head.format('g').strip()}\n{form.parameter.format(key)}{form.value}" for key in (*keys, "q")]
     plain = [" ", "\n", "\t", "\x1c", "\u2028", "x", "1", '"', "null", "é", "<", "</", ">", "<![CDATA[", "]]>", "{}"]
     marks = filter(None, [*tags, *ends, *heads])
     return [*plain, *(each for mark in marks for each in (mark, mark.strip(), f"\n{mark.strip()}"))]

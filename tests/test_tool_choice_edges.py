@@ -15,8 +15,9 @@ from localServerCommon import Refused
 from mlx_patches.json_schemas import prepare
 from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import GrammarCompiler, build_tokenizer
-from mlx_patches.tool_choice import ToolFormat, read_tools
+from mlx_patches.tool_choice import ToolFormat
 from mlx_patches.tool_grammars import FORMATS
+from mlx_patches.tool_rules import read_tools
 from tests.client import CHAT, both, chat, chat_stream, connect, post_bytes, together
 from tests.test_tool_choice import PATHS, SCHEMAS, TOOLS, call_text, calls_fit, named, names
 from tests.tiny_models import model_folder

@@ -28,8 +28,8 @@ from mlx_patches.json_schemas import prepare
 from mlx_patches.reply_format import ReplyFormat
 from mlx_patches.structured_output import build_tokenizer
 from mlx_patches.tool_arguments import Calls
-from mlx_patches.tool_choice import NAME
 from mlx_patches.tool_grammars import FORMATS, call_rules
+from mlx_patches.tool_rules import NAME
 from tests.test_schema_sample import CLOSERS, cases
 from tests.tiny_models import model_folder
 from tests.tool_texts import markers, written

@@ -18,7 +18,8 @@ from mlx_lm.generate import make_text_state_machine
 from mlx_patches.reply_format import ANSWER, REASONING, START, ReplyFormat, TextSplitter, TokenSplitter, output_width
 from mlx_patches.stop_strings import StopStrings
 from mlx_patches.structured_output import GrammarCompiler, build_tokenizer
-from mlx_patches.tool_choice import ToolFormat, read_tools
+from mlx_patches.tool_choice import ToolFormat
+from mlx_patches.tool_rules import read_tools
 from mlx_patches.watched_replies import StepTokens
 from mlx_patches.watcher import Watcher
 
