@@ -206,6 +206,8 @@ class CallReader:
             return self._release(state, held, parts, unread=not thinking)
         if not thinking and not (held.unseen and self._calls.held):
             held = self._send_early(held, parts)
+            if not end and held.early.done and held.early.name is None:
+                return self._end_unmarked(state, held, parts)
         close = body.find(end, held.tried) if end else -1
         while close >= 0:
             try:
@@ -222,6 +224,14 @@ class CallReader:
             return state, body[close + len(end) :]
         # A closing marker may be cut anywhere.
         return state._replace(call=held._replace(tried=max(held.tried, len(body) - len(end) + 1))), ""
+
+    def _end_unmarked(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
+        """A call with no marker after it is over with its arguments."""
+        try:
+            calls, _ = self._calls.read(held.body[: held.early.at], known=False)
+        except (Broken, Open):
+            return self._release(state, held, parts, unread=True)
+        return self._found(state, held, calls, held.early.at, parts), held.body[held.early.at :]
 
     def _end_call(self, state: State, held: Held, cut: bool, parts: Parts) -> State:
         """The reply ended in a held text."""

@@ -222,7 +222,7 @@ class ReplyReader:
             self._settle(self._open.popleft(), self._splitter.kind(self._state))
         text, self._held, self._sent = self._held, "", self._said + 1
         yield from self._content_event(text)
-        if self._splitter.exact and not self._said:
+        if self._splitter.exact and not self._said and not self._calls:
             yield Content("")  # an empty answer, which the grammar allowed, is an answer
 
     def _steps(self, steps: tuple) -> Iterator[Any]:

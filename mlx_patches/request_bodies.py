@@ -237,8 +237,13 @@ def read_template_kwargs(body: dict, values: dict[str, Any], flags: Any) -> dict
     `thinking: {"type": "disabled"}` is its `enable_thinking: false`, and so is the effort "none" where nothing else is
     said. `reasoning_effort` is a word of EFFORTS; thinking that is off means the lowest. What is given itself wins.
     """
-    thinking = body.get("thinking")
-    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    match body.get("thinking"):
+        case {"type": "enabled" | "disabled" | "adaptive" | "auto" as kind}:
+            pass
+        case None:
+            kind = None
+        case _:
+            raise Refused("thinking must be an object of type enabled, disabled, adaptive or auto", param="thinking")
     given, effort = values["chat_template_kwargs"] or {}, values["reasoning_effort"]
     if effort is not None and effort not in EFFORTS:
         raise Refused(f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort")

@@ -2,8 +2,9 @@
 
 An end tag ends a value if the call's own markup follows, or nothing. On a line of its own the tag of a parameter that
 may come next, or the call's closing tag at the end of the block, ends a value whose own end tag is missing; the tag of
-another parameter begins an example, which goes on to its end tag and to the closing tag behind it. What always holds: a
-call that tag_grammars.py lets a model write is read as the values of which the grammar took it to be made.
+another parameter behind a call's head begins an example, which goes on to its end tag and to the closing tag behind it.
+What always holds: a call that tag_grammars.py lets a model write is read as the values of which the grammar took it to
+be made.
 """
 
 from __future__ import annotations

@@ -113,8 +113,9 @@ class Calls:
         return self._second_chance(body, SECOND_CHANCE), ""
 
     def _fitting(self, calls: list[Call], every: bool = False) -> list[Call]:
-        if not all(self._fits(call.name, call.arguments, every) for call in calls):
-            raise Broken
+        for name, arguments, _ in calls:
+            if (name in self.tools and name not in self._may_come) or not self._fits(name, arguments, every):
+                raise Broken
         return calls
 
     def read_bare(self, answer: str) -> list[Call]:

@@ -176,7 +176,7 @@ class ToolFormat:
 
     def _reply(self, calls: Calls, rules: ToolRules, answer: Grammar | None) -> Grammar:
         unit = "block" if self.headed else f"{BREAK} {self._literal(self.start)} block"
-        together = rules.several and self.end
+        together = rules.several and not self.headed
         other = "" if answer is None else f" | {LINE if self.headed else ''} @answer"
         lines = [f"start: calls{other}", f"calls: ({unit}){'+' if together else ''}"]
         grammars: list[dict] = [{"lark_grammar": "\n".join([*lines, calls.rules])}]

@@ -20,7 +20,7 @@ from mlx_patches.tool_formats import FORMATS as READERS
 FORMATS = {
     "json_tools": Format('\n{{"name": "{}", "arguments": ', "}\n"),
     "kimi_k2": Format("<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>", "<|tool_call_end|>", between=""),
-    "mistral": Format("{}[ARGS]", "", between="[TOOL_CALLS]"),
+    "mistral": Format("{}[ARGS]", ""),
     "qwen3_coder": Format("\n<function={}>\n", "</function>\n", "tags", "<parameter={}>\n", "\n</parameter>\n"),
     "minimax_m2": Format(
         '\n<invoke name="{}">\n', "</invoke>\n", "tags", '<parameter name="{}">', "</parameter>\n", between=""

@@ -107,33 +107,31 @@ def _read_functions(tools: list) -> list[dict]:
 
 def _read_choice(choice: Any) -> tuple[str, list[str] | None]:
     """("none", "auto" or "required"; the names that may be called, or None for all)."""
-    wrong = Refused("tool_choice must be auto, none, required or name tools", param="tool_choice")
-    if choice is None or choice in ("auto", "none", "required"):
-        return choice or "auto", None
     match choice:
+        case None | "auto" | "none" | "required":
+            return choice or "auto", None
+        case {"type": "function"}:
+            return "required", [_name_in(choice)]
+        case {"type": "allowed_tools"}:
+            match choice.get("allowed_tools", choice):
+                case {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}:
+                    return mode, [_name_in(tool) for tool in tools]
+            what = "mode, which is auto or required, and tools, a list of functions"
+            raise Refused(f"tool_choice of type allowed_tools must have {what}", param="tool_choice")
+    raise Refused("tool_choice must be auto, none, required or name tools", param="tool_choice")
+
+
+def _name_in(named: Any) -> str:
+    match named:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return "required", [name]
-        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}} | {
-            "type": "allowed_tools",
-            "mode": mode,
-            "tools": list(tools),
-        } if mode in ("auto", "required") and tools:
-            names = []
-            for tool in tools:
-                match tool:
-                    case {"type": "function", "function": {"name": str(name)}} | {
-                        "type": "function",
-                        "name": str(name),
-                    }:
-                        names.append(name)
-                    case _:
-                        raise wrong
-            return mode, names
-    raise wrong
+            return name
+    raise Refused("tool_choice must name a tool as an object of type function, with its name", param="tool_choice")
 
 
 def _declared(function: dict, at: int) -> Declared:
-    schema = {**(function.get("parameters") or {}), "type": "object"}
+    parameters = function.get("parameters")
+    # Left out, they are an empty list, as in OpenAI's API.
+    schema = {**(parameters if parameters is not None else {"additionalProperties": False}), "type": "object"}
     try:
         declared = Declared(function["name"], _as_json(schema), at, bool(function.get("strict")))
     except RecursionError:

@@ -521,6 +521,28 @@ def test_after_a_word_a_call_fits_or_is_text(serve, form):
                 jsonschema.validate(json.loads(call["function"]["arguments"]), LATE)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", ["json_tools", "mistral"])
+def test_behind_a_call_all_is_free(serve, tiny, form, path):
+    """Also in Mistral's format, whose calls have no marker after them."""
+    server = serve(tiny("scripted", tools=form))
+    tools = [tool("get_weather", LATE), tool("ping", {"type": "object", "properties": {}})]
+    first, second = (written(form, [("get_weather", {"city": "Paris", "days": days})]) for days in (3, 30))
+    ping, start = written(form, [("ping", {})]), markers(form)[0]
+    reply = both(server, first + "\n\nSome words.", tools=tools, max_tokens=200, **PATHS[path])
+    assert (names(reply), reply.content) == (["get_weather"], "\n\nSome words.")
+    reply = both(server, first + "\n" + ping + " ", tools=tools, max_tokens=200, **PATHS[path])
+    assert (names(reply), reply.content) == (["get_weather", "ping"], "")
+    reply = both(server, first + "\n\nSome words.\n" + second, tools=tools, max_tokens=200, **PATHS[path])
+    assert names(reply) == ["get_weather", "get_weather"] and reply.content.startswith("\n\nSome words.")
+    for call in reply.tool_calls:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), LATE)
+    most = both(server, first + ping, tools=tools, **PATHS[path]).usage["completion_tokens"] - 6
+    reply = chat(server, first + ping, tools=tools, max_tokens=most, **PATHS[path])
+    assert (names(reply), reply.finish_reason) == (["get_weather"], "length")
+    assert reply.content.startswith(start) and ping.startswith(reply.content)
+
+
 def test_guesses_in_a_call_after_a_word(serve, tiny):
     draft = tiny("scripted", tools="qwen3_coder", wrong_every=3)
     server = serve(tiny("scripted", tools="qwen3_coder"), "--draft-model", draft, "--prompt-cache-size", 0)
