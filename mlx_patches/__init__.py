@@ -20,6 +20,7 @@ padded_rows.py        ids beyond the vocabulary are never sampled
 reply_limits.py       reasoning budget, hedges, repeats
 stop_strings.py       stop strings, matched on text
 call_reader.py        calls read out of a reply as it comes
+early_calls.py        what is said of a call before it is whole
 tool_arguments.py     a text between call markers → calls: mlx_lm's parsers, made total
 tool_formats.py       which shapes each of mlx_lm's tool formats has
 tool_dialects.py      the shapes of calls: JSON, JSON behind a header, Python

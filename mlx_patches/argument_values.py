@@ -12,6 +12,7 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -219,11 +220,7 @@ def _allowed(schema: Any, root: Any) -> tuple[list[str], dict[str, Any]]:
     """(the type names in the schema's order, but for those of constants; the constants by their text)."""
     found: list[str] = []
     constants: dict[str, Any] = {}
-    todo, budget = [schema], 200  # schemas may refer to themselves
-    while todo and budget:
-        part, budget = todo.pop(0), budget - 1
-        if not isinstance(part, dict):
-            continue
+    for part in parts(schema, root):
         if values := [part["const"]] if "const" in part else _as_list(part.get("enum")):
             constants = {as_text(value): value for value in values} | constants
         else:
@@ -231,22 +228,24 @@ def _allowed(schema: Any, root: Any) -> tuple[list[str], dict[str, Any]]:
             found += [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
         if part.get("nullable") is True:
             found.append("null")
-        members = [m for name in ("anyOf", "oneOf", "allOf") for m in _as_list(part.get(name))]
-        todo = [*members, referred(part.get("$ref"), root), *todo]
     return [ALIASES.get(name.lower(), name.lower()) for name in dict.fromkeys(found)], constants
 
 
 def has_form(schema: Any, root: Any) -> bool:
     """Whether strings of this schema have a length, a pattern or a format to fit."""
-    todo, budget = [schema], 200
+    held = {"minLength", "maxLength", "pattern", "format"}
+    return any(part.keys() & held for part in parts(schema, root, ("anyOf", "oneOf")))
+
+
+def parts(schema: Any, root: Any, joins: tuple[str, ...] = ("anyOf", "oneOf", "allOf")) -> Iterator[dict]:
+    """`schema` and those that it is joined of or refers to, each before its own."""
+    todo, budget = [schema], 200  # schemas may refer to themselves
     while todo and budget:
-        part, budget = todo.pop(), budget - 1
+        part, budget = todo.pop(0), budget - 1
         if isinstance(part, dict):
-            if part.keys() & {"minLength", "maxLength", "pattern", "format"}:
-                return True
-            todo += [m for name in ("anyOf", "oneOf") for m in _as_list(part.get(name))]
-            todo += [referred(part["$ref"], root)] if "$ref" in part else []
-    return False
+            yield part
+            members = [member for name in joins for member in _as_list(part.get(name))]
+            todo = [*members, referred(part.get("$ref"), root), *todo]
 
 
 def _as_list(value: Any) -> list:

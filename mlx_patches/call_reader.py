@@ -16,83 +16,47 @@ the arguments are JSON they are sent while they are written, always a beginning 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mlx_patches.argument_values import JsonValue
+from mlx_patches import early_calls
+from mlx_patches.early_calls import Dropped, Early, Unread, before_end
 from mlx_patches.reply_format import ANSWER, MARKER, REASONING, Part, Parts, TextSplitter
 from mlx_patches.tool_arguments import Calls
 from mlx_patches.tool_dialects import Broken, Call, Open
 
 CALL = "call"
 """The kind of a part that is a call's: what it says is in its steps."""
-
-ARGUMENTS_BEGIN = re.compile(r'\s*(?:,\s*(?:"\w*"?\s*:?\s*)?)?')
-
-
-class Opened(NamedTuple):
-    """A call begins. `known`: its tool is declared."""
-
-    id: str | None
-    name: str
-    known: bool
-
-
-class Arguments(NamedTuple):
-    text: str
-
-
-class Closed(NamedTuple):
-    """The call that was opened is whole."""
-
-
-class Dropped(NamedTuple):
-    """The call that was opened is none. `cut`: the reply ended in it, and all of the part's text is said."""
-
-    cut: bool
-
-
-class Unread(NamedTuple):
-    """A text between call markers that is no call."""
-
-    text: str
-
-
-class Early(NamedTuple):
-    """What of a block of calls is sent before it is whole.
-
-    `at`: up to where it is read; `name`: of the call that is open; `value`: its arguments; `sent`: their characters.
-    `done`: calls that are closed.
-    """
-
-    at: int = 0
-    name: str | None = None
-    value: JsonValue | None = None
-    sent: int = 0
-    done: int = 0
+CLOSING = ".!?:;,)]\u2026\u3002\uff01\uff1f\uff1a"
+TRIED = 8
+"""Opening markers in a text that is no call of which each may yet begin one; of more, only the last of them."""
 
 
 class Held(NamedTuple):
     """A text after an opening marker. `origin`: the state it stood in; `tried`: up to where closing markers are.
 
-    `unseen`: the marker follows a word and a blank, as in prose that names it, or does not end with a token of its own:
-    a grammar may not have seen what comes after it.
+    `unseen`: a grammar that holds blocks may not have seen what comes after the marker. `quoted`: it is text.
     """
 
     origin: str
     marker: str
     unseen: bool = False
+    quoted: bool = False
     body: str = ""
     tried: int = 0
     early: Early = Early()
+
+    @property
+    def sent(self) -> Early:
+        """What is said of its calls: nothing, as long as they may not be any."""
+        return Early() if self.unseen else self.early
 
 
 class State(NamedTuple):
     """`inner`: the wrapped splitter's. `held`: the newest text of the answer: white space, which is dropped if a call
     follows, or while `bare` the whole answer, which may yet be calls in JSON. `owed`: its letters that are in no part.
-    `call`: the text that may be a call; `called`: one was the last that came of the answer. `last`: its last letter.
-    `markers`: how many of them texts were held after.
+    `call`: the text that may be a call; `called`: one was the last that came of the answer. `last`: its last letters.
+    `markers`: how many of them texts were held after; `blocks`: how many of those were calls.
     """
 
     inner: tuple
@@ -103,6 +67,7 @@ class State(NamedTuple):
     called: bool = False
     last: str = ""
     markers: int = 0
+    blocks: int = 0
 
 
 class CallReader:
@@ -154,9 +119,10 @@ class CallReader:
         if state.held.strip() and not cut:
             try:
                 calls = self._calls.read_bare(state.held)
-                return [*parts, Part(CALL, "", state.owed, self._steps(calls, Early()))]
             except Broken:
                 pass
+            else:
+                return [*parts, Part(CALL, "", state.owed, early_calls.rest_of(calls, Early(), self._calls))]
         if state.called and not state.held.strip():
             return [*parts, Part(MARKER, "", state.owed)]
         return [*parts, Part(ANSWER, state.held, state.owed)]
@@ -196,17 +162,25 @@ class CallReader:
         """The marker of a call is complete. `whole`: it ends with a token of its own."""
         if origin != REASONING:
             state = self._answer(state._replace(bare=False), "", parts)
-        named = not state.called and state.last.isalnum() and state.held != "" and "\n" not in state.held
-        return state._replace(call=Held(origin, marker, named or not whole), markers=state.markers + 1)
+        # In a line of prose it may be named; behind a call, at a line's start, or where a sentence ends it hardly is.
+        apart = state.called or "\n" in state.held or not state.last
+        named = not apart and (state.held != "" or not (state.last[-1].isalnum() or state.last[-1] in CLOSING))
+        quoted = state.held == "" and state.last.endswith("`") and not state.last.endswith("```")
+        over = 0 < (self._calls.most or 0) <= state.blocks
+        unseen = self._calls.held and (named or not whole)
+        return state._replace(call=Held(origin, marker, unseen, quoted or over), markers=state.markers + 1)
 
     def _judge(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
         """(the state after what is known of a held text, what of it is still to be read)."""
         thinking, body, end = held.origin == REASONING, held.body, self._calls.end
-        if not self._calls.may_begin(body[: self._before_end(body)]):
+        if held.quoted or not self._calls.may_begin(body[: before_end(body, end)]):
             return self._release(state, held, parts, unread=not thinking)
-        if not thinking and not (held.unseen and self._calls.held):
-            held = self._send_early(held, parts)
-            if not end and held.early.done and held.early.name is None:
+        if not thinking and not (held.unseen and end):
+            early, steps = early_calls.go_on(held.early, body, self._calls)
+            if steps and not held.unseen:
+                parts.append(Part(CALL, "", 0, tuple(steps)))
+            held = held._replace(early=early)
+            if not end and early.done and early.name is None:
                 return self._end_unmarked(state, held, parts)
         close = body.find(end, held.tried) if end else -1
         while close >= 0:
@@ -219,6 +193,8 @@ class CallReader:
             except Broken:
                 return self._release(state, held, parts, unread=True)
             state = self._found(state, held, calls, close - len(rest), parts)
+            if self._calls.start in rest:
+                return state, body[close - len(rest) :]  # its closing marker was missing
             state = self._say(state, Part(self._kind(held), rest, len(rest)), parts)
             parts.append(Part(MARKER, "", len(end)))
             return state, body[close + len(end) :]
@@ -228,7 +204,7 @@ class CallReader:
     def _end_unmarked(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
         """A call with no marker after it is over with its arguments."""
         try:
-            calls, _ = self._calls.read(held.body[: held.early.at], known=False)
+            calls, _ = self._calls.read(held.body[: held.early.at], known=False, unseen=held.unseen)
         except (Broken, Open):
             return self._release(state, held, parts, unread=True)
         return self._found(state, held, calls, held.early.at, parts), held.body[held.early.at :]
@@ -243,13 +219,15 @@ class CallReader:
             except (Broken, Open):
                 continue
             state = self._found(state, held, calls, stop - len(rest), parts)
+            if self._calls.start and self._calls.start in rest:
+                return self._take(state, rest + body[stop:], parts)
             if cut and rest:
                 return self._drop(state, held, calls, rest + body[stop:], parts)
             state = self._say(state, Part(self._kind(held), rest, len(rest)), parts)
             if closed:
                 parts.append(Part(MARKER, "", len(end)))
             return self._take(state, body[stop + len(end) * closed :], parts)
-        if cut and held.early.name is not None:
+        if cut and held.sent.name is not None:
             return self._drop(state, held, [], held.marker + body, parts)
         state, rest = self._release(state, held, parts, unread=not cut)
         return self._take(state, rest, parts)
@@ -258,7 +236,8 @@ class CallReader:
         """(where the block may end, whether a closing marker stands there, whether to read loosely), best first."""
         end = self._calls.end
         if cut:
-            yield self._before_end(body, closed=False), False, True
+            # Where nothing of it is sent, what the grammar had not ended is no call.
+            yield before_end(body, end, closed=False), False, not self._calls.held or self._calls.sends
             return
         yield len(body), False, False
         at = body.find(end) if end else -1
@@ -267,44 +246,34 @@ class CallReader:
             at = body.find(end, at + len(end))
         yield len(body), False, True
 
-    def _before_end(self, body: str, start: int = 0, closed: bool = True) -> int:
-        """Where in `body`, from `start` on, a closing marker begins (if `closed`), or what may become one."""
-        end = self._calls.end
-        at = body.find(end, start) if end and closed else -1
-        partial = next((n for n in range(len(end) - 1, 0, -1) if body.endswith(end[:n])), 0)
-        return at if at >= 0 else max(start, len(body) - partial)
-
     def _found(self, state: State, held: Held, calls: list[Call], used: int, parts: Parts) -> State:
         """The first `used` characters of the held text are `calls`."""
-        steps = self._steps(calls, held.early)
+        steps = early_calls.rest_of(calls, held.sent, self._calls)
         parts += [Part(MARKER, "", state.owed), Part(CALL, "", len(held.marker) + used, steps)]
-        return self._back(state, held)._replace(held="", owed=0, called=True)
+        return self._back(state, held)._replace(held="", owed=0, called=True, blocks=state.blocks + 1)
 
     def _drop(self, state: State, held: Held, calls: list[Call], text: str, parts: Parts) -> State:
         """The reply was cut in a call: `text` is what is left of it."""
-        early = held.early
-        if early.name is None or len(calls) > early.done:
+        if held.sent.name is None or len(calls) > held.sent.done:
             return self._say(self._back(state, held), Part(self._kind(held), text, len(text)), parts)
-        steps: tuple = ()
-        if early.value is None:
-            found = self._calls.form.head.match(held.body, early.at)  # type: ignore[union-attr]
-            said = ARGUMENTS_BEGIN.fullmatch(held.body, found.end()) is not None  # type: ignore[union-attr]
-        else:
-            value = early.value.copy()
-            steps = (Arguments(value.feed(held.body[early.at :], final=True)),)
-            said = not value.broken
-        parts.append(Part(ANSWER, state.held + text, state.owed + len(text), (*steps, Dropped(cut=said))))
+        steps = early_calls.cut(held.sent, held.body, self._calls)
+        parts.append(Part(ANSWER, state.held + text, state.owed + len(text), steps))
         return self._back(state, held)._replace(held="", owed=0)
 
     def _release(self, state: State, held: Held, parts: Parts, unread: bool = False) -> tuple[State, str]:
-        """The marker was text: what follows it is read as if it were none."""
-        steps: tuple = (Dropped(cut=False),) if held.early.name is not None else ()
+        """The marker was text: what follows it is read as if it were none, but for all its markers except the last."""
+        steps: tuple = (Dropped(cut=False),) if held.sent.name is not None else ()
         if unread and self._calls.tools:
             steps += (Unread(held.marker + held.body),)
         if steps:
             parts.append(Part(CALL, "", 0, steps))
+        markers = self._calls.start and held.body.count(self._calls.start)
+        text = held.marker
+        if markers and markers > TRIED:
+            text += held.body.rsplit(self._calls.start, TRIED)[0]
         state = self._back(state, held)
-        return self._say(state, Part(self._kind(held), held.marker, len(held.marker)), parts), held.body
+        rest = held.body[len(text) - len(held.marker) :]
+        return self._say(state, Part(self._kind(held), text, len(text)), parts), rest
 
     def _back(self, state: State, held: Held) -> State:
         return state._replace(inner=self._inner.state(self._kind(held)), call=None)
@@ -337,60 +306,5 @@ class CallReader:
         left = min(len(blank), owed)
         if said:
             parts.append(Part(ANSWER, said, owed - left))
-            state = state._replace(called=False, last=said[-1])
+            state = state._replace(called=False, last=(state.last + said)[-3:])
         return state._replace(bare=False, held=blank, owed=left)
-
-    def _send_early(self, held: Held, parts: Parts) -> Held:
-        """Send what is known of a call's name and arguments."""
-        head = self._calls.form.head if self._calls.form is not None else None
-        if head is None:
-            return held
-        body, early = held.body, held.early
-        # Not beyond what may be a closing marker, but in a string: what it is there is decided later.
-        limit = self._before_end(body, early.at)
-        steps: list[Any] = []
-        while True:
-            if early.value is None:
-                found = head.match(body, early.at, limit) if early.done != self._calls.most else None
-                if found is None:
-                    break
-                known = found["name"] in self._calls.tools
-                if not (known or found["open"] == "{"):
-                    break
-                if early.name is None:
-                    steps.append(Opened(found.groupdict().get("id"), found["name"], known))
-                    early = early._replace(name=found["name"])
-                if found["open"] != "{":
-                    break
-                early = early._replace(value=JsonValue(), at=found.start("open"), sent=0)
-            value = early.value.copy()  # type: ignore[union-attr]
-            piece = value.feed(body[early.at : limit])
-            while value.in_string and limit < len(body):
-                at, limit = limit, self._before_end(body, limit + 1)
-                piece += value.feed(body[at:limit])
-            if piece:
-                steps.append(Arguments(piece))
-            early = early._replace(value=value, at=limit, sent=early.sent + len(piece))
-            if not value.done:
-                break
-            steps.append(Closed())
-            early = Early(limit - len(value.rest), done=early.done + 1)
-        if steps:
-            parts.append(Part(CALL, "", 0, tuple(steps)))
-        return held._replace(early=early)
-
-    def _steps(self, calls: list[Call], early: Early) -> tuple:
-        """The steps of `calls` that `early` has not sent."""
-        steps: list[Any] = []
-        for number, call in enumerate(calls[early.done :]):
-            sent = 0
-            if number == 0 and early.name is not None:
-                sent = early.sent
-            else:
-                steps.append(Opened(call.id, call.name, call.name in self._calls.tools))
-            if call.arguments[sent:]:
-                steps.append(Arguments(call.arguments[sent:]))
-            steps.append(Closed())
-        if early.name is not None and len(calls) <= early.done:
-            steps.append(Dropped(cut=False))
-        return tuple(steps)

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_patches.call_reader import CALL, Arguments, Closed, Dropped, Opened
+from mlx_patches.call_reader import CALL
 from mlx_patches.chat_messages import text_of
+from mlx_patches.early_calls import Arguments, Closed, Dropped, Opened
 from mlx_patches.harmony_headers import ANALYSIS, FINAL, TOOL, Names, Tokens, Words, body_kind, read_words
 from mlx_patches.reply_format import ANSWER, HEADER, MARKER, REASONING, START, Part, Parts, decode, vocabulary_of
 

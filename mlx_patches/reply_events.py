@@ -24,7 +24,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from localServerCommon import Refused, finite
-from mlx_patches.call_reader import Arguments, Closed, Dropped, Opened, Unread
+from mlx_patches.early_calls import Arguments, Closed, Dropped, Opened, Unread
 from mlx_patches.reply_format import ANSWER, MARKER, REASONING, Part
 from mlx_patches.stop_strings import StopStrings
 

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from mlx_patches.argument_values import as_text, properties
 from mlx_patches.grammar_rules import ANY_TEXT, PLAIN, Rules, escaped, is_held, schema_of, types_of
+from mlx_patches.tag_dialects import Tags
+from mlx_patches.tool_formats import WORD
 
 BLANKS = r"[\s\x1c-\x1f]*"  # as Python has them
 CDATA = BLANKS + r"<!\[CDATA\["
 LINE, MAYBE_LINE = r"\n", r"\n?"  # a break before markup
 LINE_ALONE = '"\\n" '
-NAME = r"[^\s<>\"']+"
-WHOLE_NAME = re.compile(NAME)
 
 
 class Follows(NamedTuple):
@@ -72,7 +72,7 @@ class TagRules(Rules):
         value = self._rule(self._tagged(schema, name, follows))
         tag = self._tag.format(name)
         rule, bare, missing = f"{self._markup(tag)} {value}", "", ""
-        if self._lettered and WHOLE_NAME.fullmatch(name):
+        if self._lettered and re.fullmatch(WORD, name):
             bare = f"{self._markup(tag, LINE)} {value}"
             missing = f"{self._lexeme(f'{ANY_TEXT} /{LINE}{escaped(tag)}/')} {value}"
         if required:
@@ -163,7 +163,8 @@ class TagRules(Rules):
         if tail:
             over = f"{self._markup(self.end)} | " if follows.over else ""
             text += f" | {tail} ({over}{more}+ {follows.rule})"
-        head = rf"/\n{escaped(self.form.head.strip()).replace(escaped('{}'), NAME)}/ "
+        written = next(each.head.pattern for each in self._reader.dialects if isinstance(each, Tags))
+        head = rf"/\n{written}/ "
         self.rules.append(f"{fresh}: {self._example(follows.names, head)} {text}")
         if "inside" not in self._shared:
             self._shared["inside"] = "inside"  # an example behind its tag, to its end tag
@@ -173,7 +174,7 @@ class TagRules(Rules):
     def _example(self, others: tuple[str, ...] = (), head: str = "") -> str:
         """Text up to the tag of a parameter that is none of `others`, behind `head`."""
         before, after = map(escaped, self._tag.split("{}"))
-        name = f"(/{NAME}/ & ~/{'|'.join(map(escaped, others))}/)" if others else f"/{NAME}/"
+        name = f"(/{WORD}/ & ~/{'|'.join(map(escaped, others))}/)" if others else f"/{WORD}/"
         value = rf"\n?{escaped(self.form.value)}" if self.form.value else ""
         return self._lexeme(rf"{ANY_TEXT} {head}/\n{before}/ {name} /{after}{value}/")
 

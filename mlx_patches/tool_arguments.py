@@ -79,6 +79,11 @@ class Calls:
         first = rf'(?:"function"\s*:\s*(?:\{{\s*"name"\s*:\s*)?|"name"\s*:\s*)(?:{names})|"(?:arguments|parameters)"'
         return regex.compile(rf"\s*{LEAD}\s*(?:\[\s*)?\{{\s*(?:{identified})?(?:{wrapped})?(?:{first}).*", regex.DOTALL)
 
+    @property
+    def sends(self) -> bool:
+        """Whether arguments are sent while they are written."""
+        return self.form is not None and self.form.head is not None
+
     def may_begin(self, body: str) -> bool:
         """Whether a call, in whatever dialect, may begin so."""
         viable = bool(self.tools) and self._viable.match(body) is not None

@@ -125,10 +125,10 @@ class ToolFormat:
         return matcher
 
     def is_call(self, rules: ToolRules) -> Callable[[str], bool]:
-        """Whether what follows a marker is more than prose: all that stands before a name, or a name."""
+        """Whether what follows a marker is more than prose: all that stands before a name, or with it where it is short."""
         head = "".join(self.form.head.replace("{{", "{").partition("{}")[0].split())
-        names = {tool.name for tool in rules.tools}
-        return lambda text: len("".join(text.split())) >= len(head) if head else text.strip() in names
+        calls = {head + tool.name for tool in rules.tools}
+        return lambda text: len("".join(text.split())) >= len(head) if len(head) > 1 else text.strip() in calls
 
     def _make(self, rules: ToolRules, write: Callable, provider: Any, pause: Callable[[], Any] = bool) -> Grammar:
         """A grammar that is compiled. Tools of which it does not compile may have any object, and the longest where

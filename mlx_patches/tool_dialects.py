@@ -57,7 +57,7 @@ class Scope(NamedTuple):
 
 
 Reader = Callable[[str, int, Scope], tuple[list[Call], int]]
-NAME = r"[\w.:/@-]+"  # as tool_choice.NAME has it
+NAME = r"[\w.:/@-]{1,128}"  # as tool_rules.NAME has it
 
 
 def skip(text: str, at: int) -> int:

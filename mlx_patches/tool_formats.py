@@ -69,13 +69,13 @@ def pattern(text: str) -> re.Pattern:
     return re.compile(text, re.DOTALL)
 
 
-WORD = r"[^\s<>\"']+"
+WORD = r"[^\s\x1c-\x1f<>\"']+"
 JSON_HEAD = pattern(
     r'[\s,;\[\]}]*\{\s*(?:"id"\s*:\s*"(?P<id>[^"\\]+)"\s*,\s*)?(?:"type"\s*:\s*"function"\s*,\s*)?'
     r'"name"\s*:\s*"(?P<name>[^"\\]+)"(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<open>[^\s]))?'
 )
 MISTRAL = Headed(
-    pattern(rf"(?P<name>{NAME})\s*(?:\[CALL_ID\]\s*(?P<id>[\w-]+)\s*)?\[ARGS\]\s*(?P<open>[{{\[\"])?"), pattern("")
+    pattern(rf"\s*(?P<name>{NAME})\s*(?:\[CALL_ID\]\s*(?P<id>[\w-]+)\s*)?\[ARGS\]\s*(?P<open>[{{\[\"])?"), pattern("")
 )
 KIMI_K2 = Headed(
     pattern(
@@ -143,7 +143,7 @@ def keyed(prefix: str = "") -> Tags:
         pattern(rf"<{prefix}arg_key>(?P<name>[^<>]*)</{prefix}arg_key>(?:\\n|\s)*<{prefix}arg_value>"),
         pattern(rf"</{prefix}arg_value>"),
         untyped='[{"-0123456789tfn',
-        head=pattern(WORD),
+        head=pattern(f"(?:<{prefix}tool_call>)?{WORD}"),
         tag=pattern(rf"<{prefix}arg_key>{WORD}</{prefix}arg_key>\n?<{prefix}arg_value>"),
     )
 
@@ -191,11 +191,11 @@ def read_all(text: str, form: Format, scope: Scope) -> tuple[list[Call], str]:
     at = 0
     while True:
         blank = gap.match(text, at)
-        at = blank.end() if blank else at
-        if at == len(text) or (calls and not text[at:].strip("}] \n")):
+        begin = blank.end() if blank else at
+        if begin == len(text) or (calls and not text[begin:].strip("}] \n")):
             return _judged(calls, scope), ""
         try:
-            more, at = _one(text, at, form, scope)
+            more, at = _one(text, begin, form, scope)
         except (Broken, Open) as fault:
             if isinstance(fault, Open) and scope.ended and not scope.loose:
                 raise

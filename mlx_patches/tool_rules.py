@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher
 
 from localServerCommon import Refused
-from mlx_patches.argument_values import properties, property_schema
+from mlx_patches.argument_values import parts, properties, property_schema
 from mlx_patches.grammar_rules import Tool
 from mlx_patches.json_schemas import Dropped, Prepared, prepare
 from mlx_patches.structured_output import Grammar
@@ -152,7 +152,9 @@ def fits(rules: ToolRules, name: str, arguments: str, provider: Any, every: bool
     if tool is None or not (tool.strict or every):
         return not every
     try:
-        text = json.dumps(_in_order(json.loads(arguments), json.loads(tool.text)), ensure_ascii=False)
+        schema = json.loads(tool.text)
+        value = _in_order(json.loads(arguments, parse_float=_number), schema, schema)
+        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "?")  # llguidance's JSON has no U+007F
         grammar = Grammar(LLMatcher.grammar_from_json_schema(tool.prepared().prepared.text), tool.param, "tools")
         return provider.grammars.allows(grammar, text)
     except Refused:
@@ -161,12 +163,20 @@ def fits(rules: ToolRules, name: str, arguments: str, provider: Any, every: bool
         return False
 
 
-def _in_order(value: Any, schema: Any) -> Any:
+def _number(text: str) -> float:
+    """A whole number is an integer, however it is written."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _in_order(value: Any, schema: Any, root: Any) -> Any:
     """`value`, the members of each object in the order in which its schema names them."""
+    if not isinstance(value, list | dict):
+        return value
+    joined = [*parts(schema, root)]
     if isinstance(value, list):
-        items = schema.get("items") if isinstance(schema, dict) else None
-        return [_in_order(each, items) for each in value]
-    if isinstance(value, dict):
-        order = [*(name for name in properties(schema) if name in value), *value]
-        return {name: _in_order(value[name], property_schema(schema, name)) for name in order}
-    return value
+        items = {"anyOf": [part.get("items") for part in joined]}
+        return [_in_order(each, items, root) for each in value]
+    order = [name for part in joined for name in properties(part) if name in value]
+    below = {name: {"anyOf": [property_schema(part, name) for part in joined]} for name in value}
+    return {name: _in_order(value[name], below[name], root) for name in dict.fromkeys([*order, *value])}

@@ -218,7 +218,8 @@ class Watcher:
         if kind == "tool" and mark.late and self._is_call(self._splitter.said_after_marker(mark.reading)):
             return self._hold_late(mark)
         if before == "tool" != kind:
-            mark = mark._replace(late=0, called=mark.called + getattr(mark.reading, "called", True))
+            blocks = 1 if self._splitter.by_tokens else mark.reading.blocks - reading.blocks
+            mark = mark._replace(late=0, called=mark.called + blocks)
         return mark
 
     def _hold_late(self, mark: Mark) -> Mark:

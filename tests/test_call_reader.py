@@ -6,6 +6,7 @@ nothing raises, no reply ends with "tool_calls" and none in it, and no word of a
 
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,38 @@ def test_a_call_without_arguments(form):
 def test_an_argument_that_does_not_read_as_its_type_is_the_text(form):
     arguments = {"n": Raw("1e400"), "o": Raw("word"), "a": 3}
     assert called(form, [("f", arguments)]) == [("f", {"n": "1e400", "o": "word", "a": 3})]
+
+
+@pytest.mark.parametrize("form", [form for form in HAS_END if form not in JSON_FORMATS])
+def test_what_a_grammar_had_not_ended_is_no_call(form):
+    """A value that holds the call's own markup, cut before its end: what it may be read as is not what was written."""
+    text = written(form, [("f", {"s": "x"})])
+    for stop in range(len(markers(form)[0]) + 3, len(text) - len(markers(form)[1])):
+        sent = read(form, [text[:stop]], held=True, end="length")
+        assert sent.calls in ([], [("f", '{"s": "x"}')]) and (sent.calls or sent.content == text[:stop])
+    assert read(form, [text], held=True, end="length").calls
+
+
+@pytest.mark.parametrize("form", ["json_tools", "qwen3_coder", "minimax_m2", "muse_spark", "kimi_k2", "mistral"])
+def test_a_call_whose_closing_marker_is_missing_takes_no_other_with_it(form):
+    first, second = (written(form, [("f", {"s": text})]) for text in ("x", "y"))
+    open_call = first.removesuffix(markers(form)[1]) if markers(form)[1] else first
+    sent = agreed(form, f"{open_call} {second}")
+    assert sent.values == [("f", {"s": "x"}), ("f", {"s": "y"})] and not sent.content.strip()
+
+
+@pytest.mark.parametrize("form", ["json_tools", "qwen3_coder"])
+def test_reading_takes_time_by_the_length_of_the_text(form):
+    start, end = markers(form)
+    for text in (
+        f"x {start}{{ " * 1500,
+        f"x {start}{{ " * 1500 + end,
+        f'x {start}{{"' * 1500,
+        f"x {start}" + "A" * 25_000,
+    ):
+        began = time.process_time()
+        read(form, [text[at : at + 4] for at in range(0, len(text), 4)])
+        assert time.process_time() - began < 2
 
 
 @ALL

@@ -14,6 +14,7 @@ ROOMS = [path for path in PRODUCT if path.parent.name == "mlx_patches" and path.
 PLAIN = {
     "argument_values",
     "demo_model",
+    "early_calls",
     "gemma_grammars",
     "grammar_rules",
     "harmony_headers",
@@ -37,6 +38,7 @@ PURE = [
     "chat_messages",
     "chat_wire",
     "context_window",
+    "early_calls",
     "gemma_grammars",
     "grammar_rules",
     "harmony_headers",

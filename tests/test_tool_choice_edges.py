@@ -456,7 +456,7 @@ LATE = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-NAMED_FIRST = ("mistral", "glm47", "laguna", "longcat")  # nothing stands before a name
+NAMED_FIRST = ("mistral", "glm47", "laguna", "longcat", "minicpm5")  # at most a quote stands before a name
 
 
 @pytest.mark.parametrize("form", [name for name in FORMATS if name != "harmony"])
@@ -521,6 +521,55 @@ def test_after_a_word_a_call_fits_or_is_text(serve, form):
                 jsonschema.validate(json.loads(call["function"]["arguments"]), LATE)
 
 
+@pytest.mark.parametrize("form", [name for name in FORMATS if name != "harmony"])
+def test_prose_that_names_a_marker_is_prose(serve, form):
+    server = serve(model_folder("scripted", tools=form, tokens=("=get", "get_wi")))
+    start, end = markers(form)
+    call = written(form, [("get_weather", {"city": "Paris", "days": 3})])
+    tools, paths = [tool("get_weather", LATE), tool("ping")], cycle(PATHS.values())
+    for text in (
+        f"Use `{start}` to call.",
+        f"The tag ({start}) opens.",
+        f"Note: {start} opens a call, {end} ends it.",
+        f'A list.\n- **{start}** opens, as "{start}" does.',
+        f"For example `{call}` is one.",
+    ):
+        reply = both(server, text, tools=tools, max_tokens=120, **next(paths))
+        assert (reply.content, reply.tool_calls, reply.finish_reason) == (text, [], "stop")
+    for lead in ("Sure: ", "Sure.", "Sure. ", "Sure!\n", "```\n", "(", "- "):
+        reply = both(server, lead + call, tools=tools, max_tokens=120, **next(paths))
+        assert names(reply) == ["get_weather"] and reply.content == lead.rstrip()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_first_call_is_the_only_one_wherever_it_stands(script, path):
+    body = {"tools": [tool("ping")], "parallel_tool_calls": False, "max_tokens": 200, **PATHS[path]}
+    ping = '{"name": "ping", "arguments": {}}'
+    for text in (
+        f"now <tool_call> {ping} x</tool_call> <tool_call>\n{ping}\n</tool_call>",
+        f"now <tool_call> {ping} <tool_call>\n{ping}\n</tool_call>",
+        f"now <tool_call> {ping} and <tool_call> {ping}",
+    ):
+        assert names(both(script, text, **body)) == ["ping"]
+
+
+def test_arguments_fit_whatever_their_order_and_spelling(script):
+    size = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x"]}
+    schema = {
+        "type": "object",
+        "properties": {"o": {"$ref": "#/$defs/size"}, "l": {"type": "array", "items": {"anyOf": [size]}}, "s": {}},
+        "$defs": {"size": size},
+    }
+    tools = [tool("f", schema, strict=True)]
+    for given in (
+        '{"s": "a\x7f\\u007f", "o": {"y": 2, "x": 1}}',
+        '{"l": [{"y": 1, "x": 3.0}], "o": {"x": 1e2}}',
+    ):
+        text = f'now <tool_call> {{"arguments": {given}, "name": "f"}}</tool_call>'
+        reply = both(script, text, tools=tools, max_tokens=200)
+        assert [call["function"]["arguments"] for call in reply.tool_calls] == [given]
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", ["json_tools", "mistral"])
 def test_behind_a_call_all_is_free(serve, tiny, form, path):
@@ -541,6 +590,12 @@ def test_behind_a_call_all_is_free(serve, tiny, form, path):
     reply = chat(server, first + ping, tools=tools, max_tokens=most, **PATHS[path])
     assert (names(reply), reply.finish_reason) == (["get_weather"], "length")
     assert reply.content.startswith(start) and ping.startswith(reply.content)
+    if form == "mistral":
+        first, second = (text.replace(start, f"{start} ") for text in (first, second))
+        reply = both(server, "now " + first + second, tools=tools, max_tokens=200, **PATHS[path])
+        assert json.loads(reply.tool_calls[0]["function"]["arguments"]) == {"city": "Paris", "days": 3}
+        for call in reply.tool_calls:
+            jsonschema.validate(json.loads(call["function"]["arguments"]), LATE)
 
 
 def test_guesses_in_a_call_after_a_word(serve, tiny):
