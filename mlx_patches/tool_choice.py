@@ -125,7 +125,7 @@ class ToolFormat:
         return matcher
 
     def is_call(self, rules: ToolRules) -> Callable[[str], bool]:
-        """Whether what follows a marker is more than prose: all that stands before a name; with it where that is short."""
+        """Whether what follows a marker is no prose: all that stands before a name; with it where that is short."""
         head = "".join(self.form.head.replace("{{", "{").partition("{}")[0].split())
         calls = {head + tool.name for tool in rules.tools}
         return lambda text: len("".join(text.split())) >= len(head) if len(head) > 1 else text.strip() in calls
