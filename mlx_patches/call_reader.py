@@ -75,8 +75,8 @@ class CallReader:
 
     exact = by_tokens = False
 
-    def __init__(self, inner: TextSplitter, calls: Calls, marker: int | None = None):
-        """`marker`: the token that the opening marker is, where it is one."""
+    def __init__(self, inner: TextSplitter, calls: Calls, marker: tuple[int, ...] | None = None):
+        """`marker`: the tokens of the opening marker, where a grammar is entered behind it."""
         self._inner, self._calls, self._marker = inner, calls, marker
         self.first = State(inner.first, bare=bool(calls.tools))
 
@@ -148,8 +148,8 @@ class CallReader:
                     for part in found[:1]:
                         state = self._say(state, part, parts)
                     text, marker_text = text[at + 1 :], before[len(before) - marker :]
-                    whole = self._marker in (None, token) and not text.strip("\n")
-                    state = self._hold(state, origin, marker_text, whole, parts)
+                    spelled = self._marker is not None and len(self._marker) == 1 and self._marker[0] != token
+                    state = self._hold(state, origin, marker_text, spelled or text.strip("\n") != "", parts)
                     break
                 for part in found:
                     state = self._say(state, part, parts)
@@ -158,16 +158,16 @@ class CallReader:
                 return self._judge(state, state.call, parts)[0]
         return state
 
-    def _hold(self, state: State, origin: str, marker: str, whole: bool, parts: Parts) -> State:
-        """The marker of a call is complete. `whole`: it ends with a token of its own."""
+    def _hold(self, state: State, origin: str, marker: str, inside: bool, parts: Parts) -> State:
+        """The marker of a call is complete. `inside`: it does not end with a token of its own."""
         if origin != REASONING:
             state = self._answer(state._replace(bare=False), "", parts)
         # In a line of prose it may be named; behind a call, at a line's start, or where a sentence ends it hardly is.
         apart = state.called or "\n" in state.held or not state.last
-        named = not apart and (state.held != "" or not (state.last[-1].isalnum() or state.last[-1] in CLOSING))
-        quoted = state.held == "" and state.last.endswith("`") and not state.last.endswith("```")
+        named = not apart and (bool(state.held) or not (state.last[-1].isalnum() or state.last[-1] in CLOSING))
+        quoted = not apart and not state.held and state.last.endswith("`") and state.last != "```"
         over = 0 < (self._calls.most or 0) <= state.blocks
-        unseen = self._calls.held and (named or not whole)
+        unseen = self._marker is not None and (named or inside)
         return state._replace(call=Held(origin, marker, unseen, quoted or over), markers=state.markers + 1)
 
     def _judge(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:

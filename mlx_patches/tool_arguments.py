@@ -101,7 +101,7 @@ class Calls:
         """
         calls, rest = self._read(body, known, loose, ended)
         if known or unseen or not self.held:
-            calls = self._fitting(calls, every=unseen and self.held)
+            calls = self._fitting(calls, every=unseen)
         return calls[: self.most], rest
 
     def _read(self, body: str, known: bool, loose: bool, ended: bool) -> tuple[list[Call], str]:

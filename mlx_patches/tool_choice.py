@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -186,6 +187,10 @@ class ToolFormat:
         kind = answer.kind if answer is not None else "tools"
         return Grammar(json.dumps({"grammars": grammars}), answer.param if answer else "tools", kind, left_out)
 
+    def free_reply(self, rules: ToolRules, answer: Grammar) -> Grammar:
+        """What holds a reply to `answer`, where it is no call of a format that has no grammar."""
+        return self._reply(Calls("block: <[*]>*", ()), replace(rules, several=False), answer)
+
     def _block(self, calls: Calls) -> Grammar:
         grammars = [{"lark_grammar": f"start: block\n{calls.rules}"}]
         return Grammar(json.dumps({"grammars": grammars}), "tools", "tools", calls.not_enforced)
@@ -222,6 +227,9 @@ class ChoosesTools:
             else:
                 what = "this model has none" if form.name is None else f"no grammar for {form.name}"
                 ask.free = (f"tools (tool format: {what})",)
+                if ask.grammar is not None and form.name is not None:
+                    provider.grammars.matcher(ask.grammar)
+                    ask.grammar, ask.calls_in_grammar = form.free_reply(ask.tools, ask.grammar), True
                 logging.warning("not enforced: %s", *ask.free)
         super().prepare(request, args)
 

@@ -124,7 +124,7 @@ class WatchesReplies:
         # With no guesses at all, mlx_lm's speculative loop hands processors a history that never grows.
         args.num_draft_tokens = max(1, args.num_draft_tokens)
         calls = tool_format(tokenizer) if ask.tools is not None else None
-        held = calls is not None and (ask.calls_in_grammar or calls.form is not None)
+        held = calls is not None and calls.form is not None
         matcher = provider.grammars.matcher(ask.grammar) if ask.grammar is not None else None
         blocks = calls.matcher_later(ask.tools, provider, lambda: args.left) if held and matcher is None else None
         fit = lambda name, text, every: fits(ask.tools, name, text, provider, every)  # noqa: E731
@@ -144,10 +144,11 @@ class WatchesReplies:
             thinking = request.request_type == "chat" and kwargs.get("enable_thinking") is not False
             args.splitter = form.splitter_under_grammar(prompt, thinking)
             if ask.calls_in_grammar:
-                reader = reading_calls(TextSplitter(machine, ANSWER), tokenizer, request.tools, held=True)
+                reader = reading_calls(TextSplitter(machine, ANSWER), tokenizer, request.tools, False, **may)
                 args.splitter = CallSplitter(args.splitter, reader, tokenizer.tool_call_start)
         else:
-            args.splitter = reading_calls(TextSplitter(machine, initial), tokenizer, request.tools, **may)
+            inner = TextSplitter(machine, initial)
+            args.splitter = reading_calls(inner, tokenizer, request.tools, blocks is not None, **may)
         stops = StopStrings(ask.stops) if ask.stops else None
         limits = ask.limits.machine(args.max_tokens, tokenizer.has_thinking or form.messages is not None)
         one_call = ask.tools is not None and not ask.tools.several
@@ -169,15 +170,17 @@ class WatchesReplies:
         return found
 
 
-def reading_calls(splitter: TextSplitter, tokenizer: Any, tools: Any, **may: Any) -> TextSplitter | CallReader:
-    """`splitter`, or one around it that reads calls. `tokenizer`: mlx_lm's TokenizerWrapper; `may`: for Calls."""
+def reading_calls(splitter: TextSplitter, tokenizer: Any, tools: Any, entered: bool, **may: Any) -> Any:
+    """`splitter`, or a CallReader around it. `tokenizer`: mlx_lm's TokenizerWrapper; `may`: for Calls.
+
+    `entered`: a grammar is, behind an opening marker.
+    """
     name = tokenizer.tool_parser.__module__.rpartition(".")[2] if tokenizer.has_tool_calling else None
     if name is None and not tools:
         return splitter
     start, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    marker, *more = tokenizer.tool_call_start_tokens or (None,)
     calls = Calls(name, tokenizer.tool_parser, start, end, tools, **may)
-    return CallReader(splitter, calls, None if more else marker)
+    return CallReader(splitter, calls, tokenizer.tool_call_start_tokens if entered else None)
 
 
 def add_watcher(upstream):

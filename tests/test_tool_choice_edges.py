@@ -19,7 +19,7 @@ from mlx_patches.tool_choice import ToolFormat
 from mlx_patches.tool_grammars import FORMATS
 from mlx_patches.tool_rules import read_tools
 from tests.client import CHAT, both, chat, chat_stream, connect, post_bytes, together
-from tests.test_tool_choice import PATHS, SCHEMAS, TOOLS, call_text, calls_fit, named, names
+from tests.test_tool_choice import FORM, PATHS, SCHEMAS, TOOLS, call_text, calls_fit, named, names
 from tests.tiny_models import model_folder
 from tests.tool_texts import markers, written
 
@@ -536,6 +536,8 @@ def test_prose_that_names_a_marker_is_prose(serve, form):
     ):
         reply = both(server, text, tools=tools, max_tokens=120, **next(paths))
         assert (reply.content, reply.tool_calls, reply.finish_reason) == (text, [], "stop")
+    reply = both(server, "`x` " + call + call, tools=tools, max_tokens=400, **next(paths))
+    assert names(reply) == ["get_weather", "get_weather"] and reply.content == "`x`"
     for lead in ("Sure: ", "Sure.", "Sure. ", "Sure!\n", "```\n", "(", "- "):
         reply = both(server, lead + call, tools=tools, max_tokens=120, **next(paths))
         assert names(reply) == ["get_weather"] and reply.content == lead.rstrip()
@@ -625,6 +627,20 @@ def test_a_strict_tools_call_without_a_grammar_fits_or_is_text(serve, form):
             reply = both(server, text, tools=[tool("get_weather", LATE, strict=strict)], max_tokens=200)
             assert bool(reply.tool_calls) == (fits or not strict)
             assert (reply.content or "") == ("" if fits or not strict else text)
+
+
+@pytest.mark.parametrize("form", ["kimi_k3", "pythonic"])
+def test_a_schema_beside_tools_without_a_grammar(serve, form):
+    server = serve(model_folder("scripted", tools=form))
+    tools, call = [tool("get_weather", LATE), tool("ping")], written(form, [("get_weather", {"city": "Paris"})])
+    for path in PATHS.values():
+        assert names(both(server, call, tools=tools, **FORM, **path)) == ["get_weather"]
+        reply = both(server, '{"sky": "blue"}', tools=tools, **FORM, **path)
+        assert (json.loads(reply.content), reply.tool_calls) == ({"sky": "blue"}, [])
+        assert "not enforced: tools" in reply.headers["Warning"]
+        assert both(server, "Words.", tools=tools, max_tokens=40, **FORM, **path).content != "Words."
+        reply = both(server, call, tools=tools, tool_choice=allowed("auto", "ping"), **path)
+        assert (reply.content, reply.tool_calls) == (call, [])
 
 
 @pytest.mark.parametrize("kind", ["array", "objct", 5, ["string"]])
