@@ -40,7 +40,6 @@ LARGE = 30_000  # characters of a set's schemas, beyond which no small set waits
 LINE = r'"\n"'
 BREAK = r"(/\n{1,2}/)?"  # between thinking, calls, and calls
 
-
 Left = Callable[[], bool]
 """Whether the client that asked is gone. One whose reply has ended is not: its next turn has the same tools."""
 STAYS: Left = lambda: False  # noqa: E731
