@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -125,10 +126,15 @@ class ToolFormat:
         return matcher
 
     def is_call(self, rules: ToolRules) -> Callable[[str], bool]:
-        """Whether what follows a marker is no prose: all that stands before a name; with it where that is short."""
-        head = "".join(self.form.head.replace("{{", "{").partition("{}")[0].split())
-        calls = {head + tool.name for tool in rules.tools}
-        return lambda text: len("".join(text.split())) >= len(head) if len(head) > 1 else text.strip() in calls
+        """Whether what follows a marker is no prose: all that stands before a name, or where that is little, more."""
+        head, _, behind = self.form.head.replace("{{", "{").partition("{}")
+        head = "".join(head.split())
+        if len(head) > 1:
+            return lambda text: len("".join(text.split())) >= len(head)
+        names = "|".join(re.escape(tool.name) for tool in rules.tools)
+        after = re.escape(behind[:1]) or r"[<\n]"
+        named = re.compile(rf"\s*{head}(?:{names}){after}")
+        return lambda text: named.match(text) is not None
 
     def _make(self, rules: ToolRules, write: Callable, provider: Any, pause: Callable[[], Any] = bool) -> Grammar:
         """A grammar that is compiled. Tools of which it does not compile may have any object, and the longest where

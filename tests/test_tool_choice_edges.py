@@ -533,6 +533,7 @@ def test_prose_that_names_a_marker_is_prose(serve, form):
         f"Note: {start} opens a call, {end} ends it.",
         f'A list.\n- **{start}** opens, as "{start}" does.',
         f"For example `{call}` is one.",
+        f"Tell {start}ping me{end} or {start} ping.",
     ):
         reply = both(server, text, tools=tools, max_tokens=120, **next(paths))
         assert (reply.content, reply.tool_calls, reply.finish_reason) == (text, [], "stop")
