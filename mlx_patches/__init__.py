@@ -35,6 +35,7 @@ tool_choice.py        which tool calls may come
 tool_grammars.py      a model's way of writing a call → a grammar
 tag_grammars.py       the same for parameters between tags
 gemma_grammars.py     the same for Gemma's objects
+mistral_grammars.py   the same for Mistral's two forms
 grammar_rules.py      what all of them write their rules with
 survival.py           a fault stays with its request, the generation thread comes back
 process.py            starting, the ready line, ending

@@ -49,7 +49,7 @@ class Held(NamedTuple):
     @property
     def sent(self) -> Early:
         """What is said of its calls: nothing, as long as they may not be any."""
-        return Early() if self.unseen else self.early
+        return Early() if self.unseen or self.origin == REASONING else self.early
 
 
 class State(NamedTuple):
@@ -162,9 +162,9 @@ class CallReader:
         """The marker of a call is complete. `inside`: it does not end with a token of its own."""
         if origin != REASONING:
             state = self._answer(state._replace(bare=False), "", parts)
-        # In a line of prose it may be named; behind a call, at a line's start, or where a sentence ends it hardly is.
+        # In a line of prose it may be named; behind a call, at a line's start or right behind a sentence it hardly is.
         apart = state.called or "\n" in state.held or not state.last
-        named = not apart and (bool(state.held) or not (state.last[-1].isalnum() or state.last[-1] in CLOSING))
+        named = not apart and (bool(state.held) or state.last[-1] not in CLOSING)
         quoted = not apart and not state.held and state.last.endswith("`") and state.last != "```"
         over = 0 < (self._calls.most or 0) <= state.blocks
         unseen = self._marker is not None and (named or inside)
@@ -175,13 +175,13 @@ class CallReader:
         thinking, body, end = held.origin == REASONING, held.body, self._calls.end
         if held.quoted or not self._calls.may_begin(body[: before_end(body, end)]):
             return self._release(state, held, parts, unread=not thinking)
-        if not thinking and not (held.unseen and end):
+        if not end or not (thinking or held.unseen):
             early, steps = early_calls.go_on(held.early, body, self._calls)
-            if steps and not held.unseen:
-                parts.append(Part(CALL, "", 0, tuple(steps)))
             held = held._replace(early=early)
-            if not end and early.done and early.name is None:
-                return self._end_unmarked(state, held, parts)
+            if steps and held.sent is early:
+                parts.append(Part(CALL, "", 0, tuple(steps)))
+        if not end:
+            return self._judge_unmarked(state, held, parts)
         close = body.find(end, held.tried) if end else -1
         while close >= 0:
             try:
@@ -201,13 +201,20 @@ class CallReader:
         # A closing marker may be cut anywhere.
         return state._replace(call=held._replace(tried=max(held.tried, len(body) - len(end) + 1))), ""
 
-    def _end_unmarked(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
-        """A call with no marker after it is over with its arguments."""
-        try:
-            calls, _ = self._calls.read(held.body[: held.early.at], known=False, unseen=held.unseen)
-        except (Broken, Open):
-            return self._release(state, held, parts, unread=True)
-        return self._found(state, held, calls, held.early.at, parts), held.body[held.early.at :]
+    def _judge_unmarked(self, state: State, held: Held, parts: Parts) -> tuple[State, str]:
+        """As `_judge`, where no marker closes a block: it is over with a call's arguments, or a list's bracket."""
+        body, thinking = held.body, held.origin == REASONING
+        stop = held.early.at if held.early.done else body.find("]", held.tried) + 1
+        while stop and (held.early.done or body.lstrip()[:1] == "["):
+            try:
+                calls, rest = self._calls.read(body[:stop], known=thinking, unseen=held.unseen)
+            except (Broken, Open):
+                if held.early.done:
+                    return self._release(state, held, parts, unread=True)
+                stop = body.find("]", stop) + 1
+                continue
+            return self._found(state, held, calls, stop - len(rest), parts), body[stop - len(rest) :]
+        return state._replace(call=held._replace(tried=len(body))), ""
 
     def _end_call(self, state: State, held: Held, cut: bool, parts: Parts) -> State:
         """The reply ended in a held text."""

@@ -89,6 +89,8 @@ def go_on(early: Early, body: str, calls: Calls) -> tuple[Early, list]:
             break
         steps.append(Closed())
         early = Early(limit - len(value.rest), done=early.done + 1)
+        if not calls.end:
+            break  # the block is over
     return early, steps
 
 

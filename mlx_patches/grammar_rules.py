@@ -38,7 +38,7 @@ class Tool(NamedTuple):
 class Format(NamedTuple):
     """How a model writes calls. `head` and `tail` stand around a call's arguments, `{}` for its name, `:0` its number.
 
-    `shape`: "json", "tags" or "gemma". `parameter`, `end`: before (`{}` for its name) and after a parameter's value.
+    `shape`: a key of tool_grammars.SHAPES. `parameter`, `end`: before (`{}` for its name) and after a value.
     `value`: the tag after a name in tags of its own; then a line may end after each tag. `cdata`: a string may be a
     section of CDATA. `between`: what stands between two calls of one block, None where each has markers of its own.
     `quote`: on both sides of a string in "gemma".
@@ -102,13 +102,24 @@ class Rules:
     def add(self, tool: Tool) -> None:
         self._root, self._name, self._named = json.loads(tool.prepared.text), tool.name, {}
         self._leave_out(*tool.prepared.not_enforced)
+        self.rules.append(f"call_{self._tools}: {self._head(tool.name)} {self._after_head(self._root)}")
+        self._tools += 1
+
+    def block(self) -> list[str]:
+        """The rules of a block of calls of the tools that were added, and of the marker after it."""
+        between = self.literal(self.form.between) if self.form.between else ""
+        more = f"({between} call)*" if self.several and self.form.between is not None else ""
+        return [f"block: call {more} {self.literal(self.end)}", f"call: {self._one_of('call')}", *self.rules]
+
+    def _one_of(self, kind: str) -> str:
+        return " | ".join(f"{kind}_{n}" for n in range(self._tools))
+
+    def _head(self, name: str) -> str:
         head, number, after = self.form.head.partition(":0")
-        head = head.format(tool.name) + number[:1]
+        head = head.format(name) + number[:1]
         line, head = ('"\\n"? ', head[1:]) if head.startswith("\n") else ("", head)  # not all models write it
         written = ' " "? '.join(map(self.literal, head.split(" "))) if head.startswith("{") else self.literal(head)
-        written += f" /[0-9]{{1,3}}/ {self.literal(after)}" if number else self._break
-        self.rules.append(f"call_{self._tools}: {line}{written} {self._after_head(self._root)}")
-        self._tools += 1
+        return f"{line}{written} " + (f"/[0-9]{{1,3}}/ {self.literal(after)}" if number else self._break)
 
     def _after_head(self, root: dict) -> str:
         tail = self.form.tail

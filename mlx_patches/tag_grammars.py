@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlx_patches.argument_values import as_text, properties
 from mlx_patches.grammar_rules import ANY_TEXT, PLAIN, Rules, escaped, is_held, schema_of, types_of
@@ -38,6 +38,10 @@ class Follows(NamedTuple):
 
 
 class TagRules(Rules):
+    def block(self) -> list[str]:
+        # What follows the last value ends the block, or goes on to the next call.
+        return ["block: call", f"call: {self._one_of('call')}", *self.rules]
+
     def _after_head(self, root: dict) -> str:
         root = self._resolved(root)
         self._note(root, "", PLAIN)
@@ -67,6 +71,12 @@ class TagRules(Rules):
                 follows = follows._replace(bare="", missing="", names=())
         return follows.rule
 
+    def _is_read(self, name: str, value: Any) -> bool:
+        """Not where a tag, or a line break beside one, is the value's own."""
+        text, trimmed = as_text(value), self.form.parameter.endswith("\n")
+        marked = any(tag in text for tag in self._tags) or (trimmed and text != text.strip("\r\n"))
+        return not marked and super()._is_read(name, value)
+
     def _behind(self, name: str, schema: dict, required: bool, follows: Follows) -> Follows:
         """What may come where this parameter may, and then what `follows` it."""
         value = self._rule(self._tagged(schema, name, follows))
@@ -91,8 +101,8 @@ class TagRules(Rules):
 
     def _ending(self, line: str) -> str:
         """The closing tag of a call, and its block's, or the next call."""
-        end = self.literal(self.end)
-        return f'{self._markup(self._tail, line)} "\\n"? {f"({end} | call)" if self.several else end}'
+        end, more = self.literal(self.end), self.several and self.form.between is not None
+        return f'{self._markup(self._tail, line)} "\\n"? {f"({end} | call)" if more else end}'
 
     def _markup(self, text: str, line: str = MAYBE_LINE) -> str:
         first, *rest = self.specials.pieces(text) or [""]

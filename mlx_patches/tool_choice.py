@@ -133,7 +133,7 @@ class ToolFormat:
             return lambda text: len("".join(text.split())) >= len(head)
         names = "|".join(re.escape(tool.name) for tool in rules.tools)
         after = re.escape(behind[:1]) or r"[<\n]"
-        named = re.compile(rf"\s*{head}(?:{names}){after}")
+        named = re.compile(rf"\s*(?:{head}(?:{names}){after}|\[\s*\{{)")  # Mistral's may be in a list
         return lambda text: named.match(text) is not None
 
     def _make(self, rules: ToolRules, write: Callable, provider: Any, pause: Callable[[], Any] = bool) -> Grammar:

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from mlx_patches.gemma_grammars import GemmaRules
 from mlx_patches.grammar_rules import Format, Rules, Specials, Tool
+from mlx_patches.mistral_grammars import MistralRules
 from mlx_patches.tag_grammars import TagRules
 from mlx_patches.tool_formats import FORMATS as READERS
 
 FORMATS = {
     "json_tools": Format('\n{{"name": "{}", "arguments": ', "}\n"),
     "kimi_k2": Format("<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>", "<|tool_call_end|>", between=""),
-    "mistral": Format("{}[ARGS]", ""),
+    "mistral": Format("{}[ARGS]", "", "mistral"),
     "qwen3_coder": Format("\n<function={}>\n", "</function>\n", "tags", "<parameter={}>\n", "\n</parameter>\n"),
     "minimax_m2": Format(
         '\n<invoke name="{}">\n', "</invoke>\n", "tags", '<parameter name="{}">', "</parameter>\n", between=""
@@ -44,7 +45,7 @@ KEY, VALUE = "<longcat_arg_key>{}</longcat_arg_key>", "longcat_arg_value>"
 FORMATS["longcat"] = Format("{}", "", "tags", KEY, f"</{VALUE}", value=f"<{VALUE}")
 """By the name of mlx_lm's parser. A format that is not here is left free, and cannot be forced."""
 
-SHAPES = {"json": Rules, "tags": TagRules, "gemma": GemmaRules}
+SHAPES = {"json": Rules, "tags": TagRules, "gemma": GemmaRules, "mistral": MistralRules}
 
 
 class Calls(NamedTuple):
@@ -62,15 +63,8 @@ def call_rules(form: Format, tools: list[Tool], specials: Specials, several: boo
 
     `several`: a block may hold more than one call, where its format allows that.
     """
-    several = several and form.between is not None
     readers = (READERS[name] for name, each in FORMATS.items() if each == form and name in READERS)
     writer = SHAPES[form.shape](form, next(readers, READERS["json_tools"]), specials, end, several)
     for tool in tools:
         writer.add(tool)
-    names = " | ".join(f"call_{n}" for n in range(len(tools)))
-    more = ""
-    if several and form.shape != "tags":
-        more = f" ({writer.literal(form.between)} call)*" if form.between else " call*"
-    after = "" if form.shape == "tags" else writer.literal(end)
-    rules = [f"block: call{more} {after}", f"call: {names}", *writer.rules]
-    return Calls("\n".join(rules), tuple(writer.not_enforced))
+    return Calls("\n".join(writer.block()), tuple(writer.not_enforced))

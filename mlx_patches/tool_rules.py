@@ -96,7 +96,7 @@ def _read_functions(tools: list) -> list[dict]:
         if name in names:
             raise Refused(f"tools[{at}].function.name: {name} is declared twice", param=f"tools[{at}].function.name")
         names.add(name)
-        kinds = schema.get("type") or "object" if isinstance(schema, dict) else "object"
+        kinds = schema.get("type", "object") if isinstance(schema, dict) else "object"
         if not isinstance(schema, dict | None) or "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             what = "must be an object, a schema of type object"
             raise Refused(f"tools[{at}].function.parameters {what}", param=f"tools[{at}].function.parameters")

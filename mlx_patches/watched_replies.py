@@ -40,6 +40,18 @@ class CallState(NamedTuple):
     inner: tuple | None = None
     plain: bool = False
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of calls that have ended."""
+        return self.inner.blocks if self.inner is not None else 0  # type: ignore[attr-defined]
+
+
+def in_tokens(pieces: Parts, held: int) -> Parts:
+    """`pieces`, whose units are characters, with the `held` tokens given to the one that has most of them."""
+    most = max((piece.units for piece in pieces), default=0)
+    first = next((at for at, piece in enumerate(pieces) if most and piece.units == most), None)
+    return [piece._replace(units=held * (at == first)) for at, piece in enumerate(pieces)]
+
 
 class CallSplitter(TokenSplitter):
     """A TokenSplitter whose answer, where it begins with a call's marker, is read by `inner`, which reads calls."""
@@ -74,8 +86,8 @@ class CallSplitter(TokenSplitter):
             else:
                 return state._replace(said="", held=0, plain=True), [Part(ANSWER, said, held)]
         inner, pieces = self._inner.split(inner, 0, said)
-        pieces = [piece._replace(units=held * (not at)) for at, piece in enumerate(pieces)]
-        return state._replace(said="", held=0 if pieces else held, inner=inner), pieces
+        decided = any(piece.units for piece in pieces)
+        return state._replace(said="", held=0 if decided else held, inner=inner), in_tokens(pieces, held)
 
     def flush(self, state: CallState, cut: bool = False) -> Parts:
         last = super().flush(state)
@@ -84,7 +96,7 @@ class CallSplitter(TokenSplitter):
         # A character that is not whole is the call's too. Units are characters there, and tokens here.
         inner, pieces = self._inner.split(state.inner, 0, last[0].text)
         pieces += self._inner.flush(inner, cut)
-        return [piece._replace(units=state.held * (not at)) for at, piece in enumerate(pieces)]
+        return in_tokens(pieces, state.held)
 
     def kind(self, state: CallState) -> str:
         if state.phase != REASONING and state.inner is not None:

@@ -316,7 +316,7 @@ class Watcher:
 
     def _allow(self, logits: mx.array) -> mx.array:
         mark = self._marks[-1]
-        if mark.stopped:
+        if mark.stopped or (self._one_call and (mark.called or getattr(mark.reading, "blocks", 0))):
             return self._only_end(logits)
         width = logits.shape[-1]
         if mark.ended:
@@ -326,7 +326,7 @@ class Watcher:
         if self._limits is not None and (row := self._limit_row(mark, width)) is not None:
             return keep(row, logits)
         if self._free and not mark.calling:
-            return self._only_end(logits) if self._one_call and mark.called else logits
+            return logits
         phase = ANSWER if self._blocks else mark.reading.phase
         if phase == REASONING:
             return keep(self._form.thinking_row(width), logits)

@@ -534,6 +534,7 @@ def test_prose_that_names_a_marker_is_prose(serve, form):
         f'A list.\n- **{start}** opens, as "{start}" does.',
         f"For example `{call}` is one.",
         f"Tell {start}ping me{end} or {start} ping.",
+        f"\u8bf7\u7528{start}\u6807\u7b7e, use{start}tags.",
     ):
         reply = both(server, text, tools=tools, max_tokens=120, **next(paths))
         assert (reply.content, reply.tool_calls, reply.finish_reason) == (text, [], "stop")
@@ -554,6 +555,70 @@ def test_the_first_call_is_the_only_one_wherever_it_stands(script, path):
         f"now <tool_call> {ping} and <tool_call> {ping}",
     ):
         assert names(both(script, text, **body)) == ["ping"]
+
+
+MISTRAL = {
+    "list": '[TOOL_CALLS] [{{"name": "ping", "arguments": {{}}, "id": "one"}}, '
+    '{{"name": "get_weather", "arguments": {}}}]',
+    "id": "[TOOL_CALLS]ping[CALL_ID]one[ARGS]{{}}[TOOL_CALLS]get_weather[ARGS]{}",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("how", MISTRAL)
+def test_mistral_writes_its_older_forms_too(serve, tiny, how, choice, path):
+    server = serve(tiny("scripted", tools="mistral", special=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")))
+    body = {"tools": [tool("get_weather", LATE), tool("ping")], "tool_choice": choice, "max_tokens": 200, **PATHS[path]}
+    fits = '{"city": "Pa]ris", "days": 3}'
+    reply = both(server, MISTRAL[how].format(fits), **body)
+    called, weather = reply.tool_calls
+    assert (called["id"], called["function"]) == ("one", {"name": "ping", "arguments": "{}"})
+    assert json.loads(weather["function"]["arguments"]) == json.loads(fits) and reply.content == ""
+    reply = both(server, MISTRAL[how].format('{"city": "Paris", "days": 30}'), **body)
+    for call in reply.tool_calls[1:]:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), LATE)
+    reply = both(server, MISTRAL[how].format(fits), **body | {"parallel_tool_calls": False})
+    assert names(reply) == ["ping"]
+    if choice == "auto":
+        text = MISTRAL[how].format(fits) + "\n\nWords, and " + MISTRAL[how].format(fits)
+        reply = both(server, text, **body)
+        assert names(reply) == ["ping", "get_weather"] * 2 and reply.content == "\n\nWords, and"
+        reply = both(server, f"<think>Hm. {MISTRAL[how].format(fits)}</think>Done.", **body)
+        assert names(reply) == ["ping", "get_weather"] and (reply.content, reply.reasoning) == ("Done.", "Hm. ")
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "minimax_m2", "muse_spark"])
+@pytest.mark.parametrize(
+    "value", ["</parameter>", "</atem:parameter>", "a\n", "\n", "x\n<parameter=c>\ntrue", "</function>"]
+)
+def test_a_constant_that_reads_as_markup_is_listed(serve, form, value):
+    schema = {"type": "object", "properties": {"n": {"const": value}, "c": {"type": "boolean"}}, "required": ["n", "c"]}
+    server, text = serve(model_folder("scripted", tools=form)), written(form, [("f", {"n": value, "c": True})])
+    reply = both(server, text, tools=[tool("f", schema)], tool_choice="required", max_tokens=200)
+    strict = chat(server, text, tools=[tool("f", schema, strict=True)], tool_choice="required", max_tokens=200)
+    if strict.status == 400:
+        assert "n.const" in strict.error["message"] and "not enforced: f: n.const" in reply.headers["Warning"]
+    else:
+        jsonschema.validate(json.loads(reply.tool_calls[0]["function"]["arguments"]), schema)
+
+
+@pytest.mark.parametrize("form", ["kimi_k3", "pythonic"])
+def test_one_call_beside_a_schema_without_a_grammar(serve, form):
+    text = written(form, [("ping", {})]) + "\n" + written(form, [("ping", {})])
+    body = {"tools": [tool("ping")], "parallel_tool_calls": False, **FORM}
+    for path in PATHS.values():
+        reply = both(serve(model_folder("scripted", tools=form)), text, **body, **path)
+        assert (names(reply), reply.content) == (["ping"], "")
+
+
+def test_logprobs_of_a_forced_call_that_is_cut(script):
+    text = call_text("get_weather", location="Par" + "is" * 9)
+    for choice in ("auto", "required"):
+        reply = chat(script, text, tools=TOOLS, tool_choice=choice, logprobs=True, max_tokens=14)
+        listed = reply.logprobs["content"]
+        assert reply.content and "".join(bytes(each["bytes"]).decode() for each in listed).strip() == reply.content
+        assert len(listed) == 14
 
 
 def test_arguments_fit_whatever_their_order_and_spelling(script):
@@ -644,7 +709,7 @@ def test_a_schema_beside_tools_without_a_grammar(serve, form):
         assert (reply.content, reply.tool_calls) == (call, [])
 
 
-@pytest.mark.parametrize("kind", ["array", "objct", 5, ["string"]])
+@pytest.mark.parametrize("kind", ["array", "objct", 5, ["string"], "", None, []])
 def test_parameters_of_another_type_are_refused(script, kind):
     reply = chat(script, "x", tools=[tool("f", {"type": kind})])
     assert reply.status == 400 and reply.body["error"]["param"] == "tools[0].function.parameters"
