@@ -23,7 +23,8 @@ class MistralRules(Rules):
         ]
 
     def _head(self, name: str) -> str:
-        return f"{self.literal(name)} ({self.literal('[CALL_ID]')} /{ID}/)? {self.literal('[ARGS]')}"
+        given = f"({self.literal('[CALL_ID]')} /{ID}/)?" if "[CALL_ID]" in self.specials else ""
+        return f"{self.literal(name)} {given} {self.literal('[ARGS]')}"
 
     def _after_head(self, root: dict) -> str:
         arguments, name = self._arguments(root), json.dumps(f'"{self._name}"')
