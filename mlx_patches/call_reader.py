@@ -174,7 +174,7 @@ class CallReader:
         """(the state after what is known of a held text, what of it is still to be read)."""
         thinking, body, end = held.origin == REASONING, held.body, self._calls.end
         if held.quoted or not self._calls.may_begin(body[: before_end(body, end)]):
-            return self._release(state, held, parts, unread=not thinking)
+            return self._release(state, held, parts, unread=not thinking and not held.quoted)
         if not end or not (thinking or held.unseen):
             early, steps = early_calls.go_on(held.early, body, self._calls)
             held = held._replace(early=early)
@@ -182,7 +182,7 @@ class CallReader:
                 parts.append(Part(CALL, "", 0, tuple(steps)))
         if not end:
             return self._judge_unmarked(state, held, parts)
-        close = body.find(end, held.tried) if end else -1
+        close = body.find(end, held.tried)
         while close >= 0:
             try:
                 calls, rest = self._calls.read(body[:close], known=thinking, unseen=held.unseen)

@@ -101,7 +101,7 @@ def test_a_long_call_is_no_event_until_it_is_whole(serve, tiny, fields):
     """In a format whose arguments are no JSON, which are sent at the call's end."""
     server = serve(tiny("scripted", tools="glm47"), *FLAGS)
     call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{LONG}</arg_value></tool_call>"
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     reply = chat_stream(server, call, tools=tools, max_tokens=9000, **fields)
     assert json.loads(reply.tool_calls[0]["function"]["arguments"]) == {"a": LONG}
     assert reply.seconds > 3 * INTERVAL

@@ -136,7 +136,7 @@ def test_a_reply_ends_where_the_stop_string_begins(run, name):
 )
 def test_what_a_stop_string_leaves_alone(run, script, stop, said):
     server, fields = run
-    tools = [{"type": "function", "function": {"name": "f"}}] if said[2] else None
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}] if said[2] else None
     reply = both(server, script, stop=stop, tools=tools, **fields)
     assert (reply.content, reply.reasoning, len(reply.tool_calls)) == said
     assert reply.finish_reason == ("tool_calls" if said[2] else "stop")

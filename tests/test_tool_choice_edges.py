@@ -456,10 +456,11 @@ LATE = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+KINDS = [name for name in FORMATS if name not in ("harmony", "laguna", "function_gemma")]  # twins of others
 NAMED_FIRST = ("mistral", "glm47", "laguna", "longcat", "minicpm5")  # at most a quote stands before a name
 
 
-@pytest.mark.parametrize("form", [name for name in FORMATS if name != "harmony"])
+@pytest.mark.parametrize("form", KINDS)
 def test_a_call_after_a_word_is_held_too(serve, form):
     server = serve(model_folder("scripted", tools=form, tokens=("=get", "get_wi")))
     tools = [tool("get_weather", LATE), tool("ping", {"type": "object", "properties": {}})]
@@ -493,7 +494,7 @@ OWN = {
 """What a call of each format has, and what its reader takes for that and its grammar does not."""
 
 
-@pytest.mark.parametrize("form", [name for name in FORMATS if name != "harmony"])
+@pytest.mark.parametrize("form", KINDS)
 def test_after_a_word_a_call_fits_or_is_text(serve, form):
     """However it is spelled, and whatever stands before it."""
     server = serve(model_folder("scripted", tools=form, tokens=("=get", "get_wi")))
@@ -521,7 +522,7 @@ def test_after_a_word_a_call_fits_or_is_text(serve, form):
                 jsonschema.validate(json.loads(call["function"]["arguments"]), LATE)
 
 
-@pytest.mark.parametrize("form", [name for name in FORMATS if name != "harmony"])
+@pytest.mark.parametrize("form", KINDS)
 def test_prose_that_names_a_marker_is_prose(serve, form):
     server = serve(model_folder("scripted", tools=form, tokens=("=get", "get_wi")))
     start, end = markers(form)
@@ -589,18 +590,19 @@ def test_mistral_writes_its_older_forms_too(serve, tiny, how, choice, path):
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "minimax_m2", "muse_spark"])
-@pytest.mark.parametrize(
-    "value", ["</parameter>", "</atem:parameter>", "a\n", "\n", "x\n<parameter=c>\ntrue", "</function>"]
-)
-def test_a_constant_that_reads_as_markup_is_listed(serve, form, value):
-    schema = {"type": "object", "properties": {"n": {"const": value}, "c": {"type": "boolean"}}, "required": ["n", "c"]}
-    server, text = serve(model_folder("scripted", tools=form)), written(form, [("f", {"n": value, "c": True})])
-    reply = both(server, text, tools=[tool("f", schema)], tool_choice="required", max_tokens=200)
-    strict = chat(server, text, tools=[tool("f", schema, strict=True)], tool_choice="required", max_tokens=200)
-    if strict.status == 400:
-        assert "n.const" in strict.error["message"] and "not enforced: f: n.const" in reply.headers["Warning"]
-    else:
-        jsonschema.validate(json.loads(reply.tool_calls[0]["function"]["arguments"]), schema)
+def test_a_constant_that_reads_as_markup_is_listed(serve, form):
+    server = serve(model_folder("scripted", tools=form))
+    for value in ("</parameter>", "</atem:parameter>", "a\n", "\n", "x\n<parameter=c>\n1", "</function>"):
+        kinds = {"n": {"const": value}, "c": {"type": "boolean"}}
+        schema = {"type": "object", "properties": kinds, "required": ["n", "c"]}
+        text = written(form, [("f", {"n": value, "c": True})])
+        body = {"tool_choice": "required", "max_tokens": 200}
+        reply = both(server, text, tools=[tool("f", schema)], **body)
+        strict = chat(server, text, tools=[tool("f", schema, strict=True)], **body)
+        if strict.status == 400:
+            assert "n.const" in strict.error["message"] and "not enforced: f: n.const" in reply.headers["Warning"]
+        else:
+            jsonschema.validate(json.loads(reply.tool_calls[0]["function"]["arguments"]), schema)
 
 
 @pytest.mark.parametrize("form", ["kimi_k3", "pythonic"])
