@@ -303,6 +303,19 @@ def test_mlx_lm_server_refuses_what_clients_send(serve, tiny):
     assert chat(upstream, "Hello there", n=2).status == 200  # and one choice
 
 
+@pytest.mark.parametrize("thinking", [True, 5, "disabled", [], {}, {"type": "foo"}, {"type": 5}])
+def test_thinking_of_another_shape_is_refused(server, thinking):
+    is_refused(chat(server, "x", thinking=thinking), "thinking")
+
+
+def test_what_allowed_tools_lack_is_said(server):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for allowed in ({"mode": "maybe", "tools": tools}, {"mode": "auto", "tools": []}, {"mode": "auto"}, "f"):
+        reply = chat(server, "x", tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+        is_refused(reply, "tool_choice")
+        assert "mode" in reply.error["message"] and "tools" in reply.error["message"]
+
+
 def test_thinking_can_be_disabled_as_other_servers_spell_it(serve, tiny):
     server = serve(tiny("scripted", style="think"))
 
